@@ -1,0 +1,22 @@
+"""Errors that a user can fix.
+
+A message is one or two lines that say what is wrong, what was found and what to do. The command line prints the
+message alone and ends with `exit_code`: 2 when the request was refused before anything was done, 1 when work that had
+started failed or its result is bad.
+"""
+
+
+class HeadfoldError(ValueError):
+    """Something went wrong that the user can do something about."""
+
+    exit_code = 1
+
+
+class RefusedError(HeadfoldError):
+    """The request or its input cannot be used; nothing was done and nothing was written."""
+
+    exit_code = 2
+
+
+class CheckpointError(RefusedError):
+    """A directory does not hold a sound checkpoint."""

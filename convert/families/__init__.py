@@ -1,0 +1,1 @@
+"""What a model family looks like on disk."""

@@ -1,0 +1,1 @@
+"""Two or more checkpoints in, measurements and a report out."""

@@ -1,0 +1,1 @@
+"""Attention over a KV cache: the reference, the Triton kernels, the caches."""

@@ -1,0 +1,1 @@
+"""The typed recipe, the stages in order, and the shipped YAML files."""

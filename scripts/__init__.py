@@ -1,0 +1,1 @@
+"""The `headfold` command, and the repository's chores."""

@@ -1,0 +1,1 @@
+"""Checkpoint and tokens in, checkpoint out: the training that recovers what conversion cost."""
