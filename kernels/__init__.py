@@ -1,1 +1,30 @@
-"""Attention over a KV cache: the reference, the Triton kernels, the caches."""
+"""Attention over a KV cache: the reference, the Triton kernels, the caches.
+
+Importing this package imports nothing else and has no side effect: the names below are resolved when they are first
+asked for. That matters because the Hugging Face package `kernels` has the name of our folder: with the repository root on
+sys.path, transformers would find ours, and must not be slowed down or broken by it.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .cache import kv_cache_bytes
+    from .errors import KernelError
+
+_MODULE_OF_NAME = {
+    "KernelError": "errors",
+    "kv_cache_bytes": "cache",
+}
+
+__all__ = ["KernelError", "kv_cache_bytes"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF_NAME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_MODULE_OF_NAME[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])
