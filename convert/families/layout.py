@@ -25,7 +25,7 @@ class Rotary:
 
 @dataclass(frozen=True)
 class Projection:
-    """Where one of q, k, v, o of one layer is stored: a weight (rows, columns) as torch.nn.Linear has it, and a bias."""
+    """Where one of q, k, v, o of one layer is stored: a weight (rows, columns) as in torch.nn.Linear, and a bias."""
 
     weight: str
     bias: str | None = None
