@@ -20,3 +20,11 @@ class RefusedError(HeadfoldError):
 
 class CheckpointError(RefusedError):
     """A directory does not hold a sound checkpoint."""
+
+
+class StoppedError(HeadfoldError):
+    """A signal ended the work at a point from which it can go on; the exit code is 128 + the signal's number."""
+
+    def __init__(self, message: str, signal_number: int) -> None:
+        super().__init__(message)
+        self.exit_code = 128 + signal_number
