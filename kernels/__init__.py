@@ -1,8 +1,8 @@
 """Attention over a KV cache: the reference, the Triton kernels, the caches.
 
 Importing this package imports nothing else and has no side effect: the names below are resolved when they are first
-asked for. That matters because the Hugging Face package `kernels` has the name of our folder: with the repository root on
-sys.path, transformers would find ours, and must not be slowed down or broken by it.
+asked for. That matters because the Hugging Face package `kernels` has the name of our folder: with the repository
+root on sys.path, transformers would find ours, and must not be slowed down or broken by it.
 """
 
 from importlib import import_module

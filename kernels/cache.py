@@ -38,7 +38,8 @@ KeyScales = Literal["token", "channel"]
 def cache_dtype_name(cache_dtype: str | torch.dtype) -> str:
     """The canonical name of a cache dtype: torch's name, or int4 (two values per byte), which torch does not have.
 
-    Accepts a torch.dtype, torch's name, and fp32, fp16, bf16, fp8 (e4m3), fp8_e4m3, fp8_e5m2. Raises KernelError on others.
+    Accepts a torch.dtype, torch's name, and fp32, fp16, bf16, fp8 (e4m3), fp8_e4m3, fp8_e5m2. Raises KernelError
+    on others.
     """
     name = str(cache_dtype).removeprefix("torch.")
     name = _ALIASES.get(name, name)
@@ -67,13 +68,13 @@ def kv_cache_bytes(
 ) -> int:
     """Bytes that the K and V of `num_sequences` sequences of `num_tokens` tokens each take, scales included.
 
-    Per layer, slot and KV head: head_dim values of K and value_head_dim (default: head_dim) values of V. Quantised dtypes
-    (8 bits and fewer) add a float32 scale per slot and KV head for K and for V each; with key_scales="channel" K has
-    instead one float32 scale per layer, KV head and channel, shared by all sequences.
+    Per layer, slot and KV head: head_dim values of K and value_head_dim (default: head_dim) values of V. Quantised
+    dtypes (8 bits and fewer) add a float32 scale per slot and KV head for K and for V each; with key_scales="channel"
+    K has instead one float32 scale per layer, KV head and channel, shared by all sequences.
 
-    A layer holds num_tokens slots per sequence, or at most its sliding window (one entry of `sliding_windows` per layer, in
-    tokens, the current one included; None: full attention), and with `page_size` whole pages of slots. Bookkeeping that does
-    not grow with the model (block table, lengths: 4 bytes per page or sequence) is not counted.
+    A layer holds num_tokens slots per sequence, or at most its sliding window (one entry of `sliding_windows` per
+    layer, in tokens, the current one included; None: full attention), and with `page_size` whole pages of slots.
+    Bookkeeping that does not grow with the model (block table, lengths: 4 bytes per page or sequence) is not counted.
 
     Raises KernelError if a number is out of range.
     """

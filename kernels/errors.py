@@ -2,4 +2,4 @@
 
 
 class KernelError(ValueError):
-    """An argument is wrong, or a device or model cannot do what was asked. The message says what was found and what works."""
+    """An argument is wrong, or a device or model cannot do what was asked; the message says what was found."""
