@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from headfold.convert.errors import HeadfoldError, RefusedError
-from headfold.scripts.progress import Progress
+from headfold.scripts.progress import ProgressBar
 
 if TYPE_CHECKING:
     from headfold.recipes.pipeline import RunDirectory
@@ -68,8 +68,7 @@ def plan(
     from headfold.recipes.plan import plan as make_plan
     from headfold.recipes.plan import render_plan
 
-    with Progress() as progress:
-        result = make_plan(model, kv_heads=kv_heads or None, gpu=gpu, calibration=calibration, progress=progress)
+    result = make_plan(model, kv_heads=kv_heads or None, gpu=gpu, calibration=calibration)
     print(result.model_dump_json(indent=2) if json else render_plan(result))
 
 
@@ -114,7 +113,7 @@ def convert(
         "trust_remote_code": trust_remote_code,
     }
     settings = validated(ConvertSettings, {key: value for key, value in given.items() if value is not None})
-    with Progress() as progress:
+    with ProgressBar("converting", "bytes") as progress:
         report = convert_checkpoint(model, output, force=force, progress=progress, **settings.model_dump())
     print(report.model_dump_json(indent=2) if json else report.render())
 
@@ -171,7 +170,7 @@ def evaluate(
     if not decode:
         given["decode"] = None
     settings = validated(EvalSettings, given)
-    with Progress() as progress:
+    with ProgressBar("measuring") as progress:
         report = measure(before, after, settings, progress=progress)
         write_report(report, output)
     print(report.model_dump_json(indent=2) if json else report.verdict)
@@ -193,7 +192,7 @@ def run(
     parsed = load_recipe(recipe, overrides or ())
     directory = pipeline.RunDirectory(output or pipeline.default_directory(parsed), parsed)
     _convert_and_train(directory)
-    with Progress() as progress:
+    with ProgressBar("measuring") as progress:
         pipeline.evaluate(directory, _say, progress)
     print(pipeline.summary(directory))
     pipeline.check_gates(directory)
@@ -226,7 +225,7 @@ def check(
 def _convert_and_train(directory: RunDirectory) -> None:
     from headfold.recipes import pipeline
 
-    with Progress() as progress:
+    with ProgressBar("converting", "bytes") as progress:
         pipeline.convert(directory, _say, progress)
     pipeline.uptrain(directory, _say)
 
@@ -294,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except BrokenPipeError:
         # The reader of our output left, as in `headfold plan ... | head`.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + signal.SIGPIPE
+        code = 128 + 13  # SIGPIPE, which Windows does not name
     except OSError as error:
         code = _report(error, _os_error_line(error), HeadfoldError.exit_code, debug)
     except Exception as error:
