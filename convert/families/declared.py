@@ -1,0 +1,133 @@
+"""The families that are known: how each one's attention differs from Llama's, as data.
+
+Every line was read off, and every family is tested on, the modelling code of transformers 5.24: logits before and after
+a conversion, and the rotary style by transforming K and Q in a way that only the right style leaves without effect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from headfold.convert.families.layout import RotaryKind
+
+
+def _sliding_layers(text: dict[str, Any], layer: int) -> bool:
+    """Cohere2, EXAONE 4: only the layers with a sliding window rotate (all of them where there is no window)."""
+    window, pattern = text.get("sliding_window", 4096), text.get("sliding_window_pattern", 4)
+    if window is None:
+        return True
+    types = text.get("layer_types")
+    if isinstance(types, list) and layer < len(types):
+        return types[layer] == "sliding_attention"
+    return not isinstance(pattern, int) or (layer + 1) % pattern != 0
+
+
+def _cohere2_layers(text: dict[str, Any], layer: int) -> bool:
+    return _sliding_layers({**text, "sliding_window": text.get("sliding_window") or 4096}, layer)
+
+
+def _smollm3_layers(text: dict[str, Any], layer: int) -> bool:
+    """SmolLM3: `no_rope_layers` holds 1 for the layers that do rotate."""
+    layers = text.get("no_rope_layers")
+    if isinstance(layers, list) and layer < len(layers):
+        return bool(layers[layer])
+    return (layer + 1) % (text.get("no_rope_layer_interval") or 4) != 0
+
+
+@dataclass(frozen=True)
+class Family:
+    """How a family stores its attention. The defaults are Llama's."""
+
+    rotary: RotaryKind = "half"
+    partial_rotary: float | None = None
+    """The share of channels that rotate where the config does not say; None: the family always rotates all."""
+    rotary_layers: Callable[[dict[str, Any], int], bool] | None = None
+    """Whether a layer rotates at all, from the (text) config and the layer's number; None: all layers do."""
+    attention: str = "self_attn"
+    output: str = "o_proj"
+    fused: str | None = None
+    """The tensor that holds q, k and v as three blocks of rows."""
+    head_dim: int | None = None
+    """head_dim where the config does not say; None: hidden_size / num_attention_heads."""
+    norm: Literal["shared", "per_head", "flat"] | None = None
+    """The kind of the norm on q and k, where the checkpoint has one."""
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    clips: bool = False
+    """Whether the config's clip_qkv is heeded."""
+    extra: tuple[str, ...] = ()
+    """Other tensors of the attention module, none of which depends on the KV heads."""
+    is_hybrid: bool = False
+    """Whether some layers have something else in place of attention."""
+
+
+_LLAMA = Family()
+_GEMMA = Family(head_dim=256)
+_QK_NORM = Family(norm="shared")
+_Q, _K = "q_layernorm", "k_layernorm"
+
+FAMILIES: dict[str, Family] = {
+    **dict.fromkeys(
+        ("llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "arcee", "aria_text", "hyperclovax"), _LLAMA
+    ),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "starcoder2", "jais2", "phimoe"), _LLAMA),
+    **dict.fromkeys(("ministral3", "cwm", "seed_oss"), Family(head_dim=128)),
+    **dict.fromkeys(("gemma", "gemma2", "vaultgemma"), _GEMMA),
+    "gemma3_text": Family(head_dim=256, norm="shared"),
+    "qwen3": Family(head_dim=128, norm="shared"),
+    **dict.fromkeys(("qwen3_moe", "apertus", "dots1"), _QK_NORM),
+    **dict.fromkeys(("exaone4", "exaone_moe"), Family(norm="shared", rotary_layers=_sliding_layers)),
+    **dict.fromkeys(
+        ("hunyuan_v1_dense", "hunyuan_v1_moe"),
+        Family(norm="shared", q_norm="query_layernorm", k_norm="key_layernorm"),
+    ),
+    "lfm2": Family(output="out_proj", norm="shared", q_norm=_Q, k_norm=_K, is_hybrid=True),
+    "glm4_moe": Family(partial_rotary=0.5, norm="shared"),
+    "olmo": Family(clips=True),
+    **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), Family(norm="flat")),
+    "olmoe": Family(norm="flat", clips=True),
+    "phi": Family(partial_rotary=0.5, output="dense", norm="shared", q_norm=_Q, k_norm=_K),
+    "phi3": Family(partial_rotary=1.0, fused="qkv_proj"),
+    "nemotron": Family(partial_rotary=0.5),
+    "stablelm": Family(partial_rotary=0.25, norm="per_head", q_norm=_Q, k_norm=_K),
+    "cohere": Family(rotary="interleaved", norm="per_head"),
+    "cohere2": Family(rotary="interleaved", rotary_layers=_cohere2_layers),
+    **dict.fromkeys(("glm", "glm4"), Family(rotary="interleaved", partial_rotary=0.5, head_dim=128)),
+    "helium": Family(rotary="interleaved", head_dim=128),
+    "ernie4_5": Family(rotary="interleaved", head_dim=128),
+    "ernie4_5_moe": Family(rotary="interleaved"),
+    "smollm3": Family(rotary_layers=_smollm3_layers),
+    "gpt_oss": Family(head_dim=64, extra=("sinks",)),
+    **dict.fromkeys(("granite_swa", "granitemoe_swa"), Family(extra=("sinks",))),
+}
+
+# Families whose classes have no field for the number of KV heads. Their configs take `num_key_value_heads` without a
+# word and build full multi-head attention, so a converted checkpoint would not load, or load as something else.
+_NO_FIELD = "its class in transformers has no field for the number of KV heads"
+_CONVERT_TO = "no class with that field computes the same function"
+WITHOUT_KV_FIELD: dict[str, str] = {
+    **dict.fromkeys(
+        ("gpt2", "gpt-sw3", "openai-gpt", "gpt_neo", "bloom", "mpt", "codegen", "persimmon", "fuyu", "biogpt", "xglm"),
+        f"{_NO_FIELD}, and {_CONVERT_TO}",
+    ),
+    **dict.fromkeys(("opt", "ctrl", "cpmant", "xlm", "xlnet", "reformer", "modernbert-decoder", "hrm_text"), _NO_FIELD),
+    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "gptj"), _NO_FIELD),
+    "falcon": "it caches every query head in transformers, so that fewer KV heads would save nothing",
+    "gpt_bigcode": "it has one KV head or all of them, and no number in between",
+    "dbrx": "its q, k and v are fused in a layout that is not supported",
+    "phi4_multimodal": "its attention carries LoRA branches on a fused q, k and v",
+}
+
+# Families in which something other than K and V depends on the KV heads, or whose cache is not made of K and V heads.
+UNSUPPORTED: dict[str, str] = {
+    "doge": "its mask depends on every V head (dt_proj)",
+    "diffllama": "differential attention splits its V heads in two halves",
+    "jetmoe": "its attention is a mixture of experts",
+    "zamba": "its attention layers share their weights",
+    "zamba2": "its attention layers share their weights",
+    "gemma3n_text": "later layers reuse the cache of earlier ones",
+    "zaya": "its V heads mix two tokens",
+    "mimo_v2_flash": "its K and V heads differ in size",
+}
