@@ -413,11 +413,12 @@ class CheckpointWriter:
         self._places: dict[str, tuple[str, int]] = {}  # file and first byte of each tensor
         self._specs = {spec.name: spec for specs in self.layout.values() for spec in specs}
         self._missing = {name: spec.nbytes for name, spec in self._specs.items()}
-        self._total_bytes = sum(self._missing.values())
+        self.total_bytes = sum(self._missing.values())
         self._written_bytes = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self._copies: list[Future[None]] = []
+        self._being_copied: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._lock_descriptor: int | None = None
         refuse_output(source.path, self.output, force=force)
@@ -437,9 +438,9 @@ class CheckpointWriter:
     def _refuse_full_disk(self) -> None:
         existing = next(path for path in (self.output, *self.output.parents) if path.exists())
         free = shutil.disk_usage(existing).free
-        if free < self._total_bytes:
+        if free < self.total_bytes:
             raise RefusedError(
-                f"{self.output}: {self._total_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free there"
+                f"{self.output}: {self.total_bytes / 1e9:.2f} GB are needed, {free / 1e9:.2f} GB are free there"
             )
 
     def _write_headers(self) -> None:
@@ -469,9 +470,14 @@ class CheckpointWriter:
 
     def copy_unwritten(self, expected: Collection[str] = ()) -> None:
         """Start to copy every tensor that has not been written and is not `expected` to be. `finish` waits for it."""
-        assert self._pool is None, "copy_unwritten is called once"
-        self._pool = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="headfold-copy")
-        names = [name for name, missing in self._missing.items() if missing and name not in expected]
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_NUM_COPY_THREADS, thread_name_prefix="headfold-copy")
+        names = [
+            name
+            for name, missing in self._missing.items()
+            if missing and name not in expected and name not in self._being_copied
+        ]
+        self._being_copied.update(names)
         for name in names:
             entry, spec = self.source.tensors[name], self._specs[name]
             assert (entry.dtype, entry.shape) == (spec.dtype, spec.shape), (entry, spec)
@@ -483,7 +489,7 @@ class CheckpointWriter:
             self._copies.append(self._pool.submit(self._copy_range, source_file, start, file, output_start, pieces))
 
     def finish(self, config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
-        """Add all other files, verify the result and put it under its final name.
+        """Copy what is unwritten, add all other files, verify the result and put it under its final name.
 
         config becomes config.json, record headfold.json; the model card is amended from the record; every other file
         of the source is copied as it is.
@@ -491,6 +497,7 @@ class CheckpointWriter:
         from headfold.convert.card import amended_card
         from headfold.convert.check import verify_checkpoint
 
+        self.copy_unwritten()
         self._wait_for_copies()
         unwritten = [name for name, missing in self._missing.items() if missing]
         assert not unwritten, f"never written: {unwritten[:3]}"
@@ -518,7 +525,7 @@ class CheckpointWriter:
             metadata["total_parameters"] += sum(math.prod(spec.shape) for spec in self._specs.values()) - sum(
                 entry.num_elements for entry in self.source.tensors.values()
             )
-        metadata["total_size"] = self._total_bytes
+        metadata["total_size"] = self.total_bytes
         weight_map = {spec.name: file for file, specs in self.layout.items() for spec in specs}
         order = old.get("weight_map", {})
         names = [name for name in order if name in weight_map] + [name for name in weight_map if name not in order]
@@ -584,7 +591,7 @@ class CheckpointWriter:
             assert self._missing[name] >= 0, f"{name} is written twice"
             self._written_bytes += num_bytes
             if self._progress is not None:
-                self._progress(self._written_bytes, self._total_bytes)
+                self._progress(self._written_bytes, self.total_bytes)
 
     def _copy_pickled(self, name: str) -> None:
         if not self._stop.is_set():

@@ -1,0 +1,429 @@
+"""From one checkpoint directory to another with fewer KV heads.
+
+Shapes in one letter code: H query heads, G KV heads, N new KV heads, D head_dim, E hidden size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import time
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime, timezone
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel, Field, ValidationError
+
+from headfold.convert.check import verify_checkpoint
+from headfold.convert.checkpoint import (
+    RECORD_FILE,
+    Checkpoint,
+    CheckpointWriter,
+    load_config,
+    other_files,
+    resolve_model,
+)
+from headfold.convert.errors import RefusedError
+from headfold.convert.families import AttentionLayer, HeadNorm, Projection, attention_config, describe
+from headfold.convert.families import with_num_key_value_heads as edited_config
+from headfold.convert.header import read_json_object
+from headfold.convert.settings import ConvertSettings, Grouping, Method
+from headfold.kernels.cache import kv_cache_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+    Merge = Callable[[torch.Tensor, int], torch.Tensor]
+
+_BLOCK_BYTES = 1 << 24
+"""Heads are merged in blocks of about this size, so that memory does not grow with the model."""
+
+_CACHE_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+class ConversionReport(BaseModel):
+    """What a conversion did. Counts are per layer; a list where layers differ."""
+
+    source: str
+    output: str
+    model_type: str
+    method: str
+    grouping: str
+    num_layers: int
+    num_attention_heads: int | list[int]
+    num_key_value_heads_before: int | list[int]
+    num_key_value_heads: int
+    head_dim: int | list[int]
+    cache_dtype: str = Field(description="The dtype of the weights, in which a cache is kept by default.")
+    cache_bytes_per_token_before: int
+    cache_bytes_per_token: int
+    weight_bytes_before: int
+    weight_bytes: int
+    tensor_parallel_sizes: list[int] = Field(description="Numbers of ranks among which the KV heads split evenly.")
+    left_out_files: list[str] = Field(description="Weights in other formats beside the source, not carried over.")
+    warnings: list[str]
+    layers: list[dict[str, Any]] = Field(description="Statistics of each layer, where the method has any.")
+    seconds: float
+
+    def render(self) -> str:
+        """The report in a few lines of plain text."""
+        share = 100 * (1 - self.cache_bytes_per_token / self.cache_bytes_per_token_before)
+        sizes = ", ".join(map(str, self.tensor_parallel_sizes))
+        lines = [
+            f"{self.source} -> {self.output}",
+            f"  KV heads per layer   {_counts(self.num_key_value_heads_before)} -> {self.num_key_value_heads}"
+            f"   ({self.num_layers} layers, {_counts(self.num_attention_heads)} query heads, method {self.method})",
+            f"  KV cache per token   {self.cache_bytes_per_token_before:,} -> {self.cache_bytes_per_token:,} bytes"
+            f"   ({share:.3g} % less, {self.cache_dtype})",
+            f"  weights              {self.weight_bytes_before / 1e9:.3f} -> {self.weight_bytes / 1e9:.3f} GB"
+            f"   in {self.seconds:.1f} s",
+            f"  tensor parallel      {sizes} ranks split the KV heads evenly; with more, vLLM keeps copies of them and "
+            "transformers' own tensor parallelism fails",
+        ]
+        if self.left_out_files:
+            lines.append(f"  left out             {', '.join(self.left_out_files)} (weights of the unconverted model)")
+        return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
+
+
+def convert_checkpoint(
+    model: str | Path,
+    output: str | Path,
+    *,
+    num_key_value_heads: int,
+    method: Method | None = None,
+    grouping: Grouping = "adjacent",
+    calibration: str | None = None,
+    calibration_tokens: int | None = None,
+    seed: int = 0,
+    trust_remote_code: bool = False,
+    force: bool = False,
+    revision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> ConversionReport:
+    """Write `output`: the checkpoint `model` (directory or hub name) with num_key_value_heads (N) KV heads per layer.
+
+    MHA and GQA inputs alike; N = 1 is MQA, N = G leaves every weight as it is. The arguments are those of
+    ConvertSettings. `progress(done, total)` is called with bytes written.
+
+    Raises RefusedError or CheckpointError before anything is written (an unusable input, an N that does not divide the
+    heads, an output that exists without `force`), HeadfoldError if writing fails; then nothing stands at `output`.
+    """
+    started = time.monotonic()
+    try:
+        settings = ConvertSettings(
+            num_key_value_heads=num_key_value_heads,
+            method=method,
+            grouping=grouping,
+            calibration=calibration,
+            calibration_tokens=calibration_tokens,
+            seed=seed,
+            trust_remote_code=trust_remote_code,
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise RefusedError(": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])) from error
+    path = resolve_model(model, revision)
+    _refuse_count(attention_config(load_config(path)).num_key_value_heads, num_key_value_heads)
+    checkpoint = verify_checkpoint(path)
+    layers = describe(checkpoint)
+    _refuse_count([layer.num_key_value_heads for layer in layers], num_key_value_heads)
+    _, left_out = other_files(checkpoint.path, checkpoint.shards())
+    shapes = _new_shapes(checkpoint, layers, num_key_value_heads)
+
+    if settings.method in ("fold", "aligned"):
+        updates = _calibrated(checkpoint, layers, settings)
+        written = {name for layer in layers for name in _attention_tensors(checkpoint, layer)} - _dropped(shapes)
+    else:
+        updates = None
+        written = shapes.keys() - _dropped(shapes)
+    statistics: list[dict[str, Any]] = []
+    with CheckpointWriter(checkpoint, output, shapes=shapes, force=force, progress=progress) as writer:
+        writer.copy_unwritten(expected=written)
+        if updates is not None:
+            for layer, tensors, layer_statistics in updates:
+                for name, tensor in tensors.items():
+                    writer.write(name, tensor)
+                statistics.append({"layer": layer.index, **layer_statistics})
+        elif shapes:
+            _merge_weights(checkpoint, layers, settings, writer)
+        record = _record(model, revision, checkpoint, layers, settings, statistics)
+        writer.finish(edited_config(checkpoint.config, num_key_value_heads), record)
+        weight_bytes = writer.total_bytes
+    return _report(model, output, checkpoint, layers, settings, weight_bytes, left_out, statistics, started)
+
+
+def possible_counts(num_key_value_heads: list[int]) -> list[int]:
+    """The numbers of KV heads to which layers with these numbers can be converted: their common divisors."""
+    common = math.gcd(*num_key_value_heads)
+    return [count for count in range(1, common + 1) if common % count == 0]
+
+
+def tensor_parallel_sizes(num_attention_heads: int, num_key_value_heads: int) -> list[int]:
+    """The numbers of ranks among which both query and KV heads split evenly."""
+    common = math.gcd(num_attention_heads, num_key_value_heads)
+    return [size for size in range(1, common + 1) if common % size == 0]
+
+
+def _refuse_count(old: list[int], new: int) -> None:
+    counts = possible_counts(old)
+    if new in counts:
+        return
+    there = _counts(_one_or_all(old))
+    why = (
+        f"there are only {there} per layer" if new > max(old) else f"it does not divide the {there} KV heads per layer"
+    )
+    raise RefusedError(f"{new} KV heads are not possible: {why}; possible are {', '.join(map(str, counts))}")
+
+
+def _new_shapes(
+    checkpoint: Checkpoint, layers: list[AttentionLayer], num_new: int
+) -> dict[str, tuple[int, ...] | None]:
+    """The new shape of every tensor whose shape changes; None for those of heads that go."""
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for layer in layers:
+        num_gone = (layer.num_key_value_heads - num_new) * layer.head_dim
+        if not num_gone:
+            continue
+        for projection in (layer.k, layer.v):
+            for name in (projection.weight, projection.bias):
+                if name is not None:
+                    old = shapes.get(name) or checkpoint.tensors[name].shape
+                    shapes[name] = (old[0] - num_gone, *old[1:])
+        if layer.k_norm is not None:
+            shapes.update(_new_norm_shapes(layer.k_norm, layer, num_new))
+    return shapes
+
+
+def _new_norm_shapes(norm: HeadNorm, layer: AttentionLayer, num_new: int) -> dict[str, tuple[int, ...] | None]:
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    for name in filter(None, (norm.weight, norm.bias)):
+        if "{head}" in name:
+            shapes.update({name.format(head=head): None for head in range(num_new, layer.num_key_value_heads)})
+            shapes.update({name.format(head=head): (layer.head_dim,) for head in range(num_new)})
+        elif norm.kind == "per_head":
+            shapes[name] = (num_new, layer.head_dim)
+        elif norm.kind == "flat":
+            shapes[name] = (num_new * layer.head_dim,)
+    return shapes
+
+
+def _dropped(shapes: Mapping[str, tuple[int, ...] | None]) -> set[str]:
+    return {name for name, shape in shapes.items() if shape is None}
+
+
+def _attention_tensors(checkpoint: Checkpoint, layer: AttentionLayer) -> Iterator[str]:
+    module = layer.k.weight.removesuffix(".weight").rpartition(".")[0]
+    return (name for name in checkpoint.tensors if name.startswith(f"{module}."))
+
+
+def _merge_weights(
+    checkpoint: Checkpoint, layers: list[AttentionLayer], settings: ConvertSettings, writer: CheckpointWriter
+) -> None:
+    """mean, first and random: K and V of each layer by blocks of heads, weights and biases and per-head norms alike."""
+    num_new = settings.num_key_value_heads
+    text = attention_config(checkpoint.config).text
+    for layer in layers:
+        if layer.num_key_value_heads == num_new:
+            continue
+        query_rows = layer.num_attention_heads * layer.head_dim if layer.is_fused else 0
+        for position, projection in enumerate((layer.k, layer.v)):
+            for name in (projection.weight, projection.bias):
+                if name is None:
+                    continue
+                std = float(text.get("initializer_range", 0.02)) if name == projection.weight else 0.0
+                first_row = query_rows + position * num_new * layer.head_dim if layer.is_fused else 0
+                merge = _merge_function(settings, f"{name}/{position}", std)
+                _merge_rows(checkpoint, name, projection, layer, num_new, merge, writer, first_row)
+                if layer.is_fused and position == 0:
+                    _copy_rows(checkpoint, name, query_rows, writer)
+        if layer.k_norm is not None and layer.k_norm.kind != "shared":
+            _merge_norm(checkpoint, layer.k_norm, layer, settings, writer)
+
+
+def _merge_function(settings: ConvertSettings, name: str, std: float) -> Merge:
+    """heads (G, ...), N -> (N, ...). What is random depends on the seed and the tensor's name alone."""
+    import torch
+
+    from headfold.convert import merge
+
+    if settings.method == "random":
+        digest = hashlib.sha256(f"{settings.seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        return partial(merge.random, std=std, generator=generator)
+    return merge.first if settings.method == "first" else merge.mean
+
+
+def _merge_rows(
+    checkpoint: Checkpoint,
+    name: str,
+    projection: Projection,
+    layer: AttentionLayer,
+    num_new: int,
+    merge: Merge,
+    writer: CheckpointWriter,
+    first_row: int,
+) -> None:
+    """Merge the heads of one tensor (rows G*D from projection.first_row on) into rows N*D from `first_row` on."""
+    entry = checkpoint.tensors[name]
+    row_bytes = entry.nbytes // entry.shape[0]
+    rows_per_group = layer.num_key_value_heads // num_new * layer.head_dim
+    num_groups_per_block = max(1, _BLOCK_BYTES // (rows_per_group * row_bytes))
+    for group in range(0, num_new, num_groups_per_block):
+        num_groups = min(num_groups_per_block, num_new - group)
+        start = projection.first_row + group * rows_per_group
+        rows = checkpoint.read(name, (start, start + num_groups * rows_per_group))
+        merged = merge(rows.unflatten(0, (-1, layer.head_dim)), num_groups)
+        writer.write(name, merged.flatten(0, 1), first_row=first_row + group * layer.head_dim)
+
+
+def _copy_rows(checkpoint: Checkpoint, name: str, num_rows: int, writer: CheckpointWriter) -> None:
+    """The first rows of a fused tensor, which are q's, as they are."""
+    entry = checkpoint.tensors[name]
+    num_rows_per_block = max(1, _BLOCK_BYTES // (entry.nbytes // entry.shape[0]))
+    for start in range(0, num_rows, num_rows_per_block):
+        stop = min(start + num_rows_per_block, num_rows)
+        writer.write(name, checkpoint.read(name, (start, stop)), first_row=start)
+
+
+def _merge_norm(
+    checkpoint: Checkpoint,
+    norm: HeadNorm,
+    layer: AttentionLayer,
+    settings: ConvertSettings,
+    writer: CheckpointWriter,
+) -> None:
+    """The norm of K, one row of D weights per head. Fresh ones (method random) are what models start from: 1 and 0."""
+    import torch
+
+    num_new, num_old = settings.num_key_value_heads, layer.num_key_value_heads
+    for name, start_value in ((norm.weight, 1.0), (norm.bias, 0.0)):
+        if name is None:
+            continue
+        if "{head}" in name:
+            heads = torch.stack([checkpoint.read(name.format(head=head)) for head in range(num_old)])
+        else:
+            heads = checkpoint.read(name).reshape(num_old, layer.head_dim)
+        if settings.method == "random":
+            merged = torch.full((num_new, layer.head_dim), start_value)
+        else:
+            merged = _merge_function(settings, name, 0.0)(heads, num_new)
+        if "{head}" in name:
+            for head in range(num_new):
+                writer.write(name.format(head=head), merged[head])
+        else:
+            writer.write(name, merged.reshape(-1) if norm.kind == "flat" else merged)
+
+
+def _calibrated(
+    checkpoint: Checkpoint, layers: list[AttentionLayer], settings: ConvertSettings
+) -> Iterator[tuple[AttentionLayer, dict[str, torch.Tensor], dict[str, Any]]]:
+    from headfold.convert.calibrate import fold_layers
+
+    raise NotImplementedError(fold_layers)
+
+
+def _record(
+    model: str | Path,
+    revision: str | None,
+    checkpoint: Checkpoint,
+    layers: list[AttentionLayer],
+    settings: ConvertSettings,
+    statistics: list[dict[str, Any]],
+) -> dict[str, Any]:
+    """The contents of headfold.json."""
+    from_hub = not Path(model).expanduser().is_dir()
+    source: dict[str, Any] = {
+        "name": str(model),
+        "revision": checkpoint.path.name if from_hub else revision,
+        "sha256": checkpoint.fingerprint,
+        "model_type": attention_config(checkpoint.config).model_type,
+    }
+    if (checkpoint.path / RECORD_FILE).is_file():
+        source["record"] = read_json_object(checkpoint.path / RECORD_FILE)  # what had been done to it before
+    return {
+        "headfold": _version("headfold"),
+        "source": source,
+        "method": settings.method,
+        "grouping": settings.grouping,
+        "seed": settings.seed,
+        "calibration": None,
+        "num_attention_heads": _one_or_all([layer.num_attention_heads for layer in layers]),
+        "num_key_value_heads": {
+            "before": _one_or_all([layer.num_key_value_heads for layer in layers]),
+            "after": settings.num_key_value_heads,
+        },
+        "layers": statistics,
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in ("torch", "transformers")},
+        },
+        "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def _report(
+    model: str | Path,
+    output: str | Path,
+    checkpoint: Checkpoint,
+    layers: list[AttentionLayer],
+    settings: ConvertSettings,
+    weight_bytes: int,
+    left_out: list[str],
+    statistics: list[dict[str, Any]],
+    started: float,
+) -> ConversionReport:
+    num_new = settings.num_key_value_heads
+    num_heads = [layer.num_attention_heads for layer in layers]
+    dtype = _CACHE_DTYPES[checkpoint.tensors[layers[0].k.weight].dtype]
+
+    def cache_bytes(kv_heads: list[int]) -> int:
+        return sum(
+            kv_cache_bytes(
+                num_layers=1, num_key_value_heads=count, head_dim=layer.head_dim, num_tokens=1, cache_dtype=dtype
+            )
+            for layer, count in zip(layers, kv_heads, strict=True)
+        )
+
+    return ConversionReport(
+        source=str(model),
+        output=str(output),
+        model_type=attention_config(checkpoint.config).model_type,
+        method=str(settings.method),
+        grouping=settings.grouping,
+        num_layers=len(layers),
+        num_attention_heads=_one_or_all(num_heads),
+        num_key_value_heads_before=_one_or_all([layer.num_key_value_heads for layer in layers]),
+        num_key_value_heads=num_new,
+        head_dim=_one_or_all([layer.head_dim for layer in layers]),
+        cache_dtype=dtype,
+        cache_bytes_per_token_before=cache_bytes([layer.num_key_value_heads for layer in layers]),
+        cache_bytes_per_token=cache_bytes([num_new] * len(layers)),
+        weight_bytes_before=checkpoint.total_bytes(),
+        weight_bytes=weight_bytes,
+        tensor_parallel_sizes=tensor_parallel_sizes(
+            math.gcd(*(layer.num_attention_heads for layer in layers)), num_new
+        ),
+        left_out_files=left_out,
+        warnings=checkpoint.warnings,
+        layers=statistics,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _one_or_all(counts: list[int]) -> int | list[int]:
+    return counts[0] if len(set(counts)) == 1 else counts
+
+
+def _counts(counts: int | list[int]) -> str:
+    return str(counts) if isinstance(counts, int) else " or ".join(map(str, sorted(set(counts))))
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
