@@ -9,12 +9,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .cache import kv_cache_bytes
     from .errors import KernelError
+    from .memory import kv_cache_bytes
 
 _MODULE_OF_NAME = {
     "KernelError": "errors",
-    "kv_cache_bytes": "cache",
+    "kv_cache_bytes": "memory",
 }
 
 __all__ = ["KernelError", "kv_cache_bytes"]
