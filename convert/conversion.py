@@ -127,12 +127,12 @@ def convert_checkpoint(
         first = error.errors()[0]
         raise RefusedError(": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])) from error
     path = resolve_model(model, revision)
-    _refuse_count(attention_config(load_config(path)).num_key_value_heads, num_key_value_heads)
+    refuse_count(attention_config(load_config(path)).num_key_value_heads, num_key_value_heads)
     checkpoint = verify_checkpoint(path)
     layers = describe(checkpoint)
-    _refuse_count([layer.num_key_value_heads for layer in layers], num_key_value_heads)
+    refuse_count([layer.num_key_value_heads for layer in layers], num_key_value_heads)
     _, left_out = other_files(checkpoint.path, checkpoint.shards())
-    shapes = _new_shapes(checkpoint, layers, num_key_value_heads)
+    shapes = changed_shapes(checkpoint, layers, num_key_value_heads)
 
     if settings.method in ("fold", "aligned"):
         updates = _calibrated(checkpoint, layers, settings)
@@ -168,7 +168,8 @@ def tensor_parallel_sizes(num_attention_heads: int, num_key_value_heads: int) ->
     return [size for size in range(1, common + 1) if common % size == 0]
 
 
-def _refuse_count(old: list[int], new: int) -> None:
+def refuse_count(old: list[int], new: int) -> None:
+    """Raises RefusedError, with the numbers that work, if layers with `old` KV heads cannot get `new` ones."""
     counts = possible_counts(old)
     if new in counts:
         return
@@ -179,7 +180,7 @@ def _refuse_count(old: list[int], new: int) -> None:
     raise RefusedError(f"{new} KV heads are not possible: {why}; possible are {', '.join(map(str, counts))}")
 
 
-def _new_shapes(
+def changed_shapes(
     checkpoint: Checkpoint, layers: list[AttentionLayer], num_new: int
 ) -> dict[str, tuple[int, ...] | None]:
     """The new shape of every tensor whose shape changes; None for those of heads that go."""
@@ -194,11 +195,11 @@ def _new_shapes(
                     old = shapes.get(name) or checkpoint.tensors[name].shape
                     shapes[name] = (old[0] - num_gone, *old[1:])
         if layer.k_norm is not None:
-            shapes.update(_new_norm_shapes(layer.k_norm, layer, num_new))
+            shapes.update(_changed_norm_shapes(layer.k_norm, layer, num_new))
     return shapes
 
 
-def _new_norm_shapes(norm: HeadNorm, layer: AttentionLayer, num_new: int) -> dict[str, tuple[int, ...] | None]:
+def _changed_norm_shapes(norm: HeadNorm, layer: AttentionLayer, num_new: int) -> dict[str, tuple[int, ...] | None]:
     shapes: dict[str, tuple[int, ...] | None] = {}
     for name in filter(None, (norm.weight, norm.bias)):
         if "{head}" in name:

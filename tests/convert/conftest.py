@@ -72,7 +72,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "cohere2": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "glm": {},
     "glm4": {},
-    "helium": {},
+    "helium": {"head_dim": 12},
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_num_experts": 2, "moe_k": 1, "moe_layer_start_index": 2},
     "smollm3": {"no_rope_layers": [1, 0]},
@@ -180,7 +180,7 @@ def expand(path: Path, output: Path, num_key_value_heads: int) -> Path:
             head_dim = tensor.shape[0] // (num_heads + 2 * old)
             q, k, v = tensor.split([num_heads * head_dim, old * head_dim, old * head_dim])
             tensor = torch.cat([q, _repeat(k, old, times), _repeat(v, old, times)])
-        elif parts[-2] == "k_norm" and tensor.ndim == 2 or parts[-2] == "k_norm" and config["model_type"] in FLAT:
+        elif (parts[-2] == "k_norm" and tensor.ndim == 2) or (parts[-2] == "k_norm" and config["model_type"] in FLAT):
             tensor = _repeat(tensor, old, times)
         expanded[name] = tensor.contiguous()
     output.mkdir()
