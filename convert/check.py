@@ -9,6 +9,7 @@ from typing import Literal
 from headfold.convert.checkpoint import Checkpoint, scan
 from headfold.convert.errors import CheckpointError, RefusedError
 from headfold.convert.families import describe
+from headfold.convert.families.declared import FAMILIES
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,18 @@ def _check_embeddings(checkpoint: Checkpoint) -> list[Finding]:
                     f"but {entry.name} has the shape {list(entry.shape)}",
                 )
             )
+    family = FAMILIES.get(str(text.get("model_type")))
     tied = checkpoint.config.get("tie_word_embeddings", text.get("tie_word_embeddings"))
+    if tied is None and family is not None:
+        tied = family.ties
     classes = checkpoint.config.get("architectures")
     has_head = isinstance(classes, list) and any(str(name).endswith("ForCausalLM") for name in classes)
     if entries and not heads and has_head and tied is False:
         findings.append(
             Finding(
                 "error",
-                f"{checkpoint.path}: tie_word_embeddings is false, but there is no lm_head.weight: "
-                "the output layer would start from random numbers",
+                f"{checkpoint.path}: no lm_head.weight, and tie_word_embeddings is not true in config.json: "
+                "the output layer would be random numbers",
             )
         )
     return findings

@@ -59,12 +59,14 @@ class Family:
     """Whether the config's clip_qkv is heeded."""
     extra: tuple[str, ...] = ()
     """Other tensors of the attention module, none of which depends on the KV heads."""
+    ties: bool = False
+    """tie_word_embeddings where the config does not say."""
     is_hybrid: bool = False
     """Whether some layers have something else in place of attention."""
 
 
 _LLAMA = Family()
-_GEMMA = Family(head_dim=256)
+_GEMMA = Family(head_dim=256, ties=True)
 _QK_NORM = Family(norm="shared")
 _Q, _K = "q_layernorm", "k_layernorm"
 
@@ -72,10 +74,11 @@ FAMILIES: dict[str, Family] = {
     **dict.fromkeys(
         ("llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "arcee", "aria_text", "hyperclovax"), _LLAMA
     ),
-    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "starcoder2", "jais2", "phimoe"), _LLAMA),
+    **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "jais2", "phimoe"), _LLAMA),
     **dict.fromkeys(("ministral3", "cwm", "seed_oss"), Family(head_dim=128)),
     **dict.fromkeys(("gemma", "gemma2", "vaultgemma"), _GEMMA),
-    "gemma3_text": Family(head_dim=256, norm="shared"),
+    "starcoder2": Family(ties=True),
+    "gemma3_text": Family(head_dim=256, norm="shared", ties=True),
     "qwen3": Family(head_dim=128, norm="shared"),
     **dict.fromkeys(("qwen3_moe", "apertus", "dots1"), _QK_NORM),
     **dict.fromkeys(("exaone4", "exaone_moe"), Family(norm="shared", rotary_layers=_sliding_layers)),
@@ -83,7 +86,7 @@ FAMILIES: dict[str, Family] = {
         ("hunyuan_v1_dense", "hunyuan_v1_moe"),
         Family(norm="shared", q_norm="query_layernorm", k_norm="key_layernorm"),
     ),
-    "lfm2": Family(output="out_proj", norm="shared", q_norm=_Q, k_norm=_K, is_hybrid=True),
+    "lfm2": Family(output="out_proj", norm="shared", q_norm=_Q, k_norm=_K, ties=True, is_hybrid=True),
     "glm4_moe": Family(partial_rotary=0.5, norm="shared"),
     "olmo": Family(clips=True),
     **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), Family(norm="flat")),
@@ -92,15 +95,16 @@ FAMILIES: dict[str, Family] = {
     "phi3": Family(partial_rotary=1.0, fused="qkv_proj"),
     "nemotron": Family(partial_rotary=0.5),
     "stablelm": Family(partial_rotary=0.25, norm="per_head", q_norm=_Q, k_norm=_K),
-    "cohere": Family(rotary="interleaved", norm="per_head"),
-    "cohere2": Family(rotary="interleaved", rotary_layers=_cohere2_layers),
+    "cohere": Family(rotary="interleaved", norm="per_head", ties=True),
+    "cohere2": Family(rotary="interleaved", rotary_layers=_cohere2_layers, ties=True),
     **dict.fromkeys(("glm", "glm4"), Family(rotary="interleaved", partial_rotary=0.5, head_dim=128)),
     "helium": Family(rotary="interleaved", head_dim=128),
-    "ernie4_5": Family(rotary="interleaved", head_dim=128),
-    "ernie4_5_moe": Family(rotary="interleaved"),
-    "smollm3": Family(rotary_layers=_smollm3_layers),
+    "ernie4_5": Family(rotary="interleaved", head_dim=128, ties=True),
+    "ernie4_5_moe": Family(rotary="interleaved", ties=True),
+    "smollm3": Family(rotary_layers=_smollm3_layers, ties=True),
     "gpt_oss": Family(head_dim=64, extra=("sinks",)),
-    **dict.fromkeys(("granite_swa", "granitemoe_swa"), Family(extra=("sinks",))),
+    "granite_swa": Family(extra=("sinks",), ties=True),
+    "granitemoe_swa": Family(extra=("sinks",)),
 }
 
 # Families whose classes have no field for the number of KV heads. Their configs take `num_key_value_heads` without a

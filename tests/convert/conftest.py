@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "topk_group": 1,
     },
     "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone_moe": {
+        "sliding_window": 4,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "first_k_dense_replace": 2,
+        "n_group": 1,
+        "topk_group": 1,
+    },
     "hunyuan_v1_dense": {},
+    "hunyuan_v1_moe": {"num_experts": 2, "moe_topk": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
     "glm4_moe": {
         "n_routed_experts": 2,
@@ -197,6 +208,20 @@ def _repeat(tensor: torch.Tensor, num_heads: int, times: int) -> torch.Tensor:
     return tensor.unflatten(0, (num_heads, -1)).repeat_interleave(times, 0).flatten(0, 1)
 
 
-@pytest.fixture(autouse=True, scope="session")
-def _one_thread() -> None:
+@pytest.fixture(scope="session")
+def tiny() -> Any:
+    """This module, for its functions: test files cannot import one another."""
     torch.set_num_threads(1)
+    return sys.modules[__name__]
+
+
+@pytest.fixture(autouse=True)
+def _no_waiting_for_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of conversions: what they write need not survive a power cut."""
+    monkeypatch.setattr("os.fsync", lambda descriptor: None)
+
+
+@pytest.fixture
+def llama(tiny: Any, tmp_path: Path) -> Path:
+    """A tiny Llama checkpoint: 2 layers, 6 heads, head_dim 12, hidden size 48, float32."""
+    return tiny.save(tiny.tiny_model(tiny.tiny_config("llama")), tmp_path / "llama")
