@@ -210,11 +210,9 @@ def _model_record(
     for entry in checkpoint.tensors.values():
         stored[_DTYPES.get(entry.dtype, "")] += entry.nbytes
     del stored[""]
-    source = record.get("source")
     return ModelRecord(
         role=role,
         name=_name(checkpoint.path),
-        source=source.get("name") if isinstance(source, dict) else None,
         architecture=type(model).__name__,
         num_parameters=sum(parameter.numel() for parameter in model.parameters()),
         weight_bytes=checkpoint.total_bytes(),

@@ -33,13 +33,12 @@ class Interval(Section):
 class ModelRecord(Section):
     """One of the models. `role` is before (the MHA model), converted, or after (uptrained, or converted and left so).
 
-    source, method, grouping and uptraining_tokens come from the record that converting and uptraining left,
+    method, grouping and uptraining_tokens come from the record that converting and uptraining left,
     headfold.json.
     """
 
     role: str
     name: str
-    source: str | None = None
     architecture: str
     num_parameters: int
     weight_bytes: int

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from .formats import significant
 from .schema import CacheBytesPerToken, DecodePoint, Interval, ModelRecord, Perplexity, TaskMetric
 
 
@@ -22,10 +23,10 @@ def verdict(
     if perplexity is not None:
         sentences.append(_quality(heads, perplexity, recovered))
     elif tasks:
-        first = tasks[0]
+        difference = _mapped(tasks[0].difference, lambda value: 100 * value)
         sentences.append(
-            f"Going from {heads} changed {first.task} ({first.metric}) by {first.difference.value:+.3f}"
-            f"{_between(first.difference, '{:+.3f}')}."
+            f"Going from {heads} changes {tasks[0].metric} on {tasks[0].task} by {difference.value:+.1f} "
+            f"points{_between(difference, '+.1f')}."
         )
     gains = [_cache(cache)]
     if decode:
@@ -40,22 +41,23 @@ def headline_point(decode: Sequence[DecodePoint]) -> DecodePoint:
 
 
 def _quality(heads: str, perplexity: Perplexity, recovered: Interval | None) -> str:
-    ratio = perplexity.changes[-1].ratio
-    before, after = f"{perplexity.before:.4g}", f"{perplexity.after:.4g}"
-    percent = _mapped(ratio, lambda value: 100 * (value - 1))
-    if percent.low is not None and percent.high is not None and percent.low <= 0 <= percent.high:
-        end = f"{after}, which this text cannot tell from the original's {before}{_between(percent, '{:+.1f} %')}"
+    change = _mapped(perplexity.changes[-1].ratio, lambda ratio: 100 * (ratio - 1))
+    before, after = significant(perplexity.before, 4), significant(perplexity.after, 4)
+    if change.low is not None and change.high is not None and change.low <= 0 <= change.high:
+        end = f"{after}, not to be told from the original's {before} on this text{_between(change, '+.1f')}"
+    elif change.value < 0:
+        lower = _mapped(change, lambda value: -value)
+        end = f"{after}, {lower.value:.1f} % below the original's {before}{_between(lower, '.1f')}"
     else:
-        flipped = percent.value < 0
-        end = f"{after}, {abs(percent.value):.1f} % {'below' if flipped else 'above'} the original's {before}"
-        end += _between(_mapped(percent, lambda value: -value) if flipped else percent, "{:.1f} %")
-    if recovered is not None:
-        share = _mapped(recovered, lambda value: 100 * value)
-        return (
-            f"Uptraining won back {share.value:.0f} %{_between(share, '{:.0f} %')} of the loss that going from {heads} "
-            f"had cost; perplexity ends at {end}."
-        )
-    return f"Going from {heads} leaves perplexity at {end}."
+        end = f"{after}, {change.value:.1f} % above the original's {before}{_between(change, '.1f')}"
+    if recovered is None:
+        return f"Going from {heads} leaves perplexity at {end}."
+    verb, sign = ("won back", 100) if recovered.value >= 0 else ("added another", -100)
+    share = _mapped(recovered, lambda value: sign * value)
+    return (
+        f"Uptraining {verb} {share.value:.0f} % of the loss that going from {heads} had cost{_between(share, '.0f')}; "
+        f"perplexity ends at {end}."
+    )
 
 
 def _cache(cache: CacheBytesPerToken) -> str:
@@ -67,7 +69,7 @@ def _speed(point: DecodePoint, device: str) -> str:
     speedup = point.speedup
     return (
         f"decoding is {speedup.median:.2f} times as fast ({speedup.low:.2f} to {speedup.high:.2f} over repetitions) "
-        f"at batch {point.batch} and context {point.context} on {device}"
+        f"at batch {point.batch} and context {point.context:,} on {device}"
     )
 
 
@@ -81,6 +83,7 @@ def _mapped(interval: Interval, function: Callable[[float], float]) -> Interval:
 
 
 def _between(interval: Interval, number: str) -> str:
+    """The interval in words."""
     if interval.low is None or interval.high is None:
-        return " (too little text for an interval)"
-    return f" (95 % interval {number.format(interval.low)} to {number.format(interval.high)})"
+        return " (too little data for an interval)"
+    return f" (95 % interval: {interval.low:{number}} to {interval.high:{number}})"
