@@ -196,11 +196,9 @@ def _entry(path: Path, shard: str, name: str, value: Any, data_start: int) -> Te
         raise bad("its shape is not a list of sizes")
     if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise bad("its data_offsets are not two numbers in order")
-    num_bits = math.prod(shape) * DTYPE_BITS[dtype]
-    if num_bits % 8 or num_bits // 8 != offsets[1] - offsets[0]:
-        raise bad(
-            f"{dtype} of shape {shape} takes {num_bits / 8:.15g} bytes, its offsets hold {offsets[1] - offsets[0]}"
-        )
+    num_bits, num_bytes = math.prod(shape) * DTYPE_BITS[dtype], offsets[1] - offsets[0]
+    if num_bits != 8 * num_bytes:
+        raise bad(f"its offsets hold {num_bytes} bytes, which {dtype} of shape {str(shape)[:100]} does not take")
     return TensorEntry(name, shard, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
 
 
