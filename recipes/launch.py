@@ -8,9 +8,7 @@ ports) holds here too. On CPUs `accelerate launch --cpu --num_processes 2` start
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from headfold.convert.errors import HeadfoldError, StoppedError
 
@@ -66,8 +64,3 @@ def _torch_launch(arguments: Sequence[str], num_processes: int) -> None:
 
     options = ["--standalone", "--nproc-per-node", str(num_processes)]
     run.run(run.parse_args([*options, "-m", "headfold.scripts", *arguments]))
-
-
-def by_hand(recipe: str | Path) -> str:
-    """The command that a user types to start the workers without us."""
-    return f"{Path(sys.executable).name} -m accelerate.commands.launch -m headfold.scripts uptrain {recipe}"

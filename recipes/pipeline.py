@@ -20,9 +20,12 @@ from typing import Any
 
 import yaml
 
+from headfold.convert import convert_checkpoint
 from headfold.convert.check import verify_checkpoint
+from headfold.convert.checkpoint import resolve_model
 from headfold.convert.errors import HeadfoldError, RefusedError
 from headfold.convert.texts import text_fingerprint
+from headfold.recipes.launch import launch_workers, num_processes_for
 from headfold.recipes.schema import Recipe
 
 RUN_FILE = "run.json"
@@ -42,7 +45,8 @@ class RunDirectory:
         self.converted = path / "converted"
         self.uptrained = path / "uptrained"
         self.training_state = path / "uptrained.state"
-        self.evaluation = path / "eval"
+        self.former = path / "uptrained.former"
+        self.report = path / "report.json"
         self.recipe_file = path / RECIPE_FILE
         self._file = path / RUN_FILE
         self.stages: dict[str, dict[str, Any]] = self._read()
@@ -79,14 +83,13 @@ class RunDirectory:
         _replace(self.recipe_file, yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False))
 
     @contextmanager
-    def stage(self, name: str, inputs: dict[str, Any]) -> Iterator[bool]:
-        """Records one stage around its work. Gives whether the same stage with the same inputs was begun before."""
+    def stage(self, name: str, inputs: dict[str, Any]) -> Iterator[None]:
+        """Records one stage around its work."""
         fingerprint = _fingerprint(inputs)
-        begun = self.stages.get(name, {}).get("inputs") == fingerprint
         self.stages[name] = {"inputs": fingerprint, "state": "begun"}
         self.save()
         started = time.monotonic()
-        yield begun
+        yield
         self.stages[name] = {
             "inputs": fingerprint,
             "state": "complete",
@@ -101,16 +104,18 @@ class RunDirectory:
         unchanged = stage.get("state") == "complete" and stage.get("inputs") == _fingerprint(inputs)
         return unchanged and _stands(output)
 
+    def was_complete(self, name: str, inputs: dict[str, Any]) -> bool:
+        """Whether the stage ended well, but with other inputs than these."""
+        stage = self.stages.get(name, {})
+        return stage.get("state") == "complete" and stage.get("inputs") != _fingerprint(inputs)
+
 
 def default_directory(recipe: Recipe) -> Path:
     return Path("runs") / recipe.name
 
 
-def convert(run: RunDirectory, say: Say, progress: Any = None) -> None:
-    """The converting stage: recipe.model -> converted/."""
-    from headfold.convert import convert_checkpoint
-    from headfold.convert.checkpoint import resolve_model
-
+def convert(run: RunDirectory, say: Say, progress: Callable[[int, int], None]) -> None:
+    """The converting stage: recipe.model -> converted/. `progress` is called with bytes done and in all."""
     settings = run.recipe.convert
     source = resolve_model(run.recipe.model, run.recipe.revision)
     inputs = {
@@ -133,57 +138,84 @@ def convert(run: RunDirectory, say: Say, progress: Any = None) -> None:
         )
 
 
-def uptrain(run: RunDirectory, say: Say, train: Callable[[RunDirectory], None]) -> None:
-    """The training stage: converted/ + tokens -> uptrained/. `train` does the work, in one process or in several."""
+def uptrain(run: RunDirectory, say: Say) -> None:
+    """The training stage: converted/ + tokens -> uptrained/, in this process or in several that it starts."""
     settings = run.recipe.uptrain
     inputs = {
         "converted": _checkpoint_fingerprint(run.converted),
-        "data": [text_fingerprint(source) for source in settings.data],
-        "settings": settings.model_dump(mode="json"),
+        "data": [text_fingerprint(source, split=settings.split) for source in settings.data],
+        "settings": settings.decisive(),
     }
     if run.is_complete("uptrain", inputs, run.uptrained):
         say(f"uptrain: {run.uptrained} is complete and its inputs are unchanged; skipped")
         return
+    if run.was_complete("uptrain", inputs):
+        say(f"uptrain: the recipe or its inputs changed; the former result is kept as {run.former}")
+        _set_aside(run)
     say(f"uptrain: {run.converted} -> {run.uptrained}")
-    with run.stage("uptrain", inputs) as begun:
-        if not begun:
-            # What stands belongs to other settings or data: a resume from it would mix two runs.
-            shutil.rmtree(run.training_state, ignore_errors=True)
-            shutil.rmtree(run.uptrained, ignore_errors=True)
-        train(run)
+    with run.stage("uptrain", inputs):
+        num_processes = num_processes_for(settings.num_processes)
+        if num_processes == 1:
+            train_here(run)
+        else:
+            arguments = ["uptrain", str(run.recipe_file), "--output", str(run.path)]
+            launch_workers(arguments, num_processes, mixed_precision=settings.mixed_precision)
 
 
-def evaluate(run: RunDirectory, say: Say, progress: Any = None) -> None:
+def train_here(run: RunDirectory) -> None:
+    """Trains in this process, which is one of several where a launcher started it."""
+    from headfold.uptrain import uptrain as train
+
+    if not run.converted.exists():
+        raise RefusedError(
+            f"{run.converted}: not there yet; run `headfold uptrain` once without a launcher (it converts first), or "
+            f"`headfold convert` to that path."
+        )
+    teacher = None
+    if run.recipe.uptrain.distillation is not None:
+        teacher = resolve_model(run.recipe.model, run.recipe.revision)
+    train(run.recipe.uptrain, run.converted, run.uptrained, teacher=teacher, state_dir=run.training_state)
+
+
+def _set_aside(run: RunDirectory) -> None:
+    """Keeps one former result, and clears the state that would resume it."""
+    shutil.rmtree(run.former, ignore_errors=True)
+    if run.uptrained.exists():
+        run.uptrained.rename(run.former)
+    shutil.rmtree(run.training_state, ignore_errors=True)
+
+
+def evaluate(run: RunDirectory, say: Say, progress: Callable[[str, int, int], None]) -> None:
     """The measuring stage: the source, converted/ and uptrained/ -> report.json, report.md, report.html."""
-    from headfold.convert.checkpoint import resolve_model
     from headfold.eval import evaluate as measure
-    from headfold.eval.report import write_report
+    from headfold.eval import write_report
 
     settings = run.recipe.eval
     source = resolve_model(run.recipe.model, run.recipe.revision)
     inputs = {
         "models": [_checkpoint_fingerprint(path) for path in (source, run.converted, run.uptrained)],
-        "text": [text_fingerprint(text) for text in settings.text],
+        "text": [text_fingerprint(text, split=settings.text_split) for text in settings.text],
         "settings": settings.model_dump(mode="json"),
     }
-    if run.is_complete("eval", inputs, run.path / "report.json"):
-        say(f"eval: {run.path / 'report.json'} is complete and its inputs are unchanged; skipped")
+    if run.is_complete("eval", inputs, run.report):
+        say(f"eval: {run.report} is complete and its inputs are unchanged; skipped")
         return
     say("eval: measuring the model before, after converting and after uptraining")
     with run.stage("eval", inputs):
-        report = measure(
-            source,
-            [run.converted, run.uptrained],
-            settings,
-            training_metrics=run.training_state / "metrics.jsonl",
-            progress=progress,
-        )
+        metrics = run.training_state / "metrics.jsonl"
+        report = measure(source, [run.converted, run.uptrained], settings, training_metrics=metrics, progress=progress)
         write_report(report, run.path)
+
+
+def summary(run: RunDirectory) -> str:
+    """The report's verdict, and where to read more."""
+    report = json.loads(run.report.read_text(encoding="utf-8"))
+    return f"{report['verdict']}\nReport: {run.report.with_suffix('.html')}"
 
 
 def check_gates(run: RunDirectory) -> None:
     """Raises HeadfoldError (exit code 1) where the report falls short of what the recipe demands."""
-    report = json.loads((run.path / "report.json").read_text(encoding="utf-8"))
+    report = json.loads(run.report.read_text(encoding="utf-8"))
     gates = run.recipe.gates
     share = report["recovered_share"]
     if gates.min_recovered_share is not None and (share is None or share < gates.min_recovered_share):
@@ -191,8 +223,10 @@ def check_gates(run: RunDirectory) -> None:
             f"gate failed: uptraining won back {share if share is None else format(share, '.1%')} of the lost loss, "
             f"the recipe demands {gates.min_recovered_share:.1%} (gates.min_recovered_share)."
         )
+    if gates.max_perplexity_ratio is None:
+        return
     ratio = report["perplexity"]["after"] / report["perplexity"]["before"]
-    if gates.max_perplexity_ratio is not None and ratio > gates.max_perplexity_ratio:
+    if ratio > gates.max_perplexity_ratio:
         raise HeadfoldError(
             f"gate failed: perplexity after / before is {ratio:.3f}, the recipe allows "
             f"{gates.max_perplexity_ratio:.3f} (gates.max_perplexity_ratio)."

@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
@@ -85,7 +86,9 @@ def convert(
             show_default=False,
         ),
     ] = None,
-    grouping: Annotated[str, typer.Option(metavar="adjacent|similar", help="Which heads share a KV head.")] = "adjacent",
+    grouping: Annotated[
+        str, typer.Option(metavar="adjacent|similar", help="Which heads share a KV head.")
+    ] = "adjacent",
     calibration: Annotated[
         str | None, typer.Option(metavar="TEXT_OR_DATASET", help="Text that stands for the model's use.")
     ] = None,
@@ -113,8 +116,10 @@ def convert(
         "trust_remote_code": trust_remote_code,
     }
     settings = validated(ConvertSettings, {key: value for key, value in given.items() if value is not None})
-    with ProgressBar("converting", "bytes") as progress:
-        report = convert_checkpoint(model, output, force=force, progress=progress, **settings.model_dump())
+    with ProgressBar("bytes") as progress:
+        report = convert_checkpoint(
+            model, output, force=force, progress=partial(progress, "converting"), **settings.model_dump()
+        )
     print(report.model_dump_json(indent=2) if json else report.render())
 
 
@@ -135,7 +140,7 @@ def uptrain(
     parsed = load_recipe(recipe, overrides or ())
     run = pipeline.RunDirectory(output or pipeline.default_directory(parsed), parsed)
     if is_worker():
-        pipeline.train_worker(run)
+        pipeline.train_here(run)
         return
     _convert_and_train(run)
     print(run.uptrained)
@@ -161,7 +166,7 @@ def evaluate(
 ) -> None:
     """Measure two or more checkpoints side by side and write the report."""
     from headfold.eval import evaluate as measure
-    from headfold.eval.report import write_report
+    from headfold.eval import write_report
     from headfold.eval.settings import EvalSettings
     from headfold.recipes.schema import validated
 
@@ -170,7 +175,7 @@ def evaluate(
     if not decode:
         given["decode"] = None
     settings = validated(EvalSettings, given)
-    with ProgressBar("measuring") as progress:
+    with ProgressBar("steps") as progress:
         report = measure(before, after, settings, progress=progress)
         write_report(report, output)
     print(report.model_dump_json(indent=2) if json else report.verdict)
@@ -192,7 +197,7 @@ def run(
     parsed = load_recipe(recipe, overrides or ())
     directory = pipeline.RunDirectory(output or pipeline.default_directory(parsed), parsed)
     _convert_and_train(directory)
-    with ProgressBar("measuring") as progress:
+    with ProgressBar("steps") as progress:
         pipeline.evaluate(directory, _say, progress)
     print(pipeline.summary(directory))
     pipeline.check_gates(directory)
@@ -209,6 +214,8 @@ def check(
 
     from headfold.convert.check import check_checkpoint
 
+    if not directory.is_dir():
+        raise RefusedError(f"{directory}: no such directory")
     findings = check_checkpoint(directory)
     sound = not any(finding.severity == "error" for finding in findings)
     if json:
@@ -225,8 +232,8 @@ def check(
 def _convert_and_train(directory: RunDirectory) -> None:
     from headfold.recipes import pipeline
 
-    with ProgressBar("converting", "bytes") as progress:
-        pipeline.convert(directory, _say, progress)
+    with ProgressBar("bytes") as progress:
+        pipeline.convert(directory, _say, partial(progress, "converting"))
     pipeline.uptrain(directory, _say)
 
 
@@ -319,7 +326,12 @@ def _report(error: BaseException, line: str, code: int, debug: bool) -> int:
         import traceback
 
         traceback.print_exception(error)
-    print(f"headfold: {line}", file=sys.stderr)
+    rank = os.environ.get("RANK", "0")
+    if rank == "0":
+        print(f"headfold: {line}", file=sys.stderr)
+    elif not isinstance(error, RefusedError) or os.environ.get("LOCAL_RANK") == "0":
+        # A refusal is the same in every process: once per host is enough.
+        print(f"headfold (process {rank}): {line}", file=sys.stderr)
     return code
 
 

@@ -1,9 +1,8 @@
-"""Progress on stderr: a bar that is redrawn on a terminal, a line at each tenth elsewhere, so that logs stay readable."""
+"""Progress on stderr: a bar that is redrawn on a terminal, a line at each tenth elsewhere, for logs that can be read."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from types import TracebackType
 from typing import Literal
 
@@ -21,19 +20,15 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-Report = Callable[[int, int], None]
-"""Called with what is done and the total, in the unit of the bar."""
-
 
 class ProgressBar:
-    """One piece of work on stderr, counted in bytes or in steps."""
+    """Called with what is being done, how much of it is done and how much there is, in bytes or in steps."""
 
-    def __init__(self, what: str, unit: Literal["bytes", "steps"] = "steps") -> None:
+    def __init__(self, unit: Literal["bytes", "steps"]) -> None:
         counts: list[ProgressColumn] = (
             [DownloadColumn(binary_units=False), TransferSpeedColumn()] if unit == "bytes" else [MofNCompleteColumn()]
         )
-        self._what = what
-        self._bar = Progress(
+        self._bars = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
             *counts,
@@ -41,26 +36,27 @@ class ProgressBar:
             TimeRemainingColumn(),
             console=Console(stderr=True),
         )
-        self._task: TaskID | None = None
-        self._tenth = 0
+        self._tasks: dict[str, TaskID] = {}
+        self._tenths: dict[str, int] = {}
 
-    def __enter__(self) -> Report:
-        return self._report
+    def __enter__(self) -> ProgressBar:
+        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._task is not None:
-            self._bar.stop()
+        if self._tasks:
+            self._bars.stop()
 
-    def _report(self, done: int, total: int) -> None:
+    def __call__(self, what: str, done: int, total: int) -> None:
         if not sys.stderr.isatty():
             tenth = 10 * done // max(total, 1)
-            if tenth > self._tenth:
-                self._tenth = tenth
-                print(f"{self._what}: {tenth * 10} %", file=sys.stderr, flush=True)
+            if tenth > self._tenths.get(what, 0):
+                self._tenths[what] = tenth
+                print(f"{what}: {tenth * 10} %", file=sys.stderr, flush=True)
             return
-        if self._task is None:
-            self._bar.start()
-            self._task = self._bar.add_task(self._what, total=total)
-        self._bar.update(self._task, completed=done, total=total)
+        if not self._tasks:
+            self._bars.start()
+        if what not in self._tasks:
+            self._tasks[what] = self._bars.add_task(what, total=total)
+        self._bars.update(self._tasks[what], completed=done, total=total)

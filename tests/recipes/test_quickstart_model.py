@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+
 from headfold.recipes.schema import SHIPPED
 
 MODEL = SHIPPED / "quickstart"
@@ -51,7 +52,7 @@ def test_the_three_splits_share_no_document() -> None:
 
 
 def test_its_perplexity_is_what_its_log_says_and_attention_matters(training: ModuleType) -> None:
-    """Permuting the K heads against the Q heads ruins the perplexity: sharing K/V heads is a real loss to this model."""
+    """Permuting the K heads against the Q heads ruins the perplexity: sharing K/V heads is a loss to this model."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     summary = json.loads((MODEL / "train_summary.json").read_text())

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from pydantic import BaseModel
+
 from headfold.convert.errors import RefusedError
 from headfold.recipes.schema import SHIPPED, Recipe, load_recipe, shipped_recipes
-from pydantic import BaseModel
 
 MINIMAL: dict[str, Any] = {
     "name": "small",
