@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar that is redrawn on a terminal, a line at each tenth elsewhere, for logs that can be read."""
+"""Progress on stderr: a bar that is redrawn on a terminal, elsewhere a line at each tenth, as logs want it."""
 
 from __future__ import annotations
 
