@@ -46,17 +46,16 @@ def _section(record: Mapping[str, Any]) -> str:
     source = record.get("source", {})
     name = re.sub(r"[`\r\n<>]", "", str(source.get("name", ""))).rstrip("/")
     link = f"[{name}](https://huggingface.co/{name})" if _HUB_NAME.fullmatch(name) else f"`{name.rpartition('/')[2]}`"
-    heads = record.get("num_key_value_heads", {})
-    before, after = heads.get("before"), heads.get("after")
-    lines = [
-        "## Converted to grouped-query attention",
-        "",
-        f"This is {link} with its {before} key/value heads per layer merged into {after} by Headfold "
-        f"(method `{record.get('method')}`, grouping `{record.get('grouping')}`). "
-        f"Its KV cache takes {100 * after / before:.3g} % of the memory."
-        if before and after
-        else f"From {link}.",
-    ]
+    lines = ["## Converted to grouped-query attention", "", f"This is {link}"]
+    heads = record.get("num_key_value_heads")
+    if isinstance(heads, Mapping):
+        before, after = heads["before"], heads["after"]
+        per_layer = before if isinstance(before, list) else [before]
+        lines[-1] += (
+            f" with its {' or '.join(map(str, dict.fromkeys(per_layer)))} key/value heads per layer "
+            f"merged into {after} by Headfold (method `{record.get('method')}`, grouping `{record.get('grouping')}`). "
+            f"Its KV cache takes {100 * after * len(per_layer) / sum(per_layer):.3g} % of the memory."
+        )
     uptrain = record.get("uptrain")
     if isinstance(uptrain, Mapping):
         tokens = uptrain.get("tokens")

@@ -174,10 +174,8 @@ def refuse_count(old: list[int], new: int) -> None:
     if new in counts:
         return
     there = _counts(_one_or_all(old))
-    why = (
-        f"there are only {there} per layer" if new > max(old) else f"it does not divide the {there} KV heads per layer"
-    )
-    raise RefusedError(f"{new} KV heads are not possible: {why}; possible are {', '.join(map(str, counts))}")
+    why = f"there are only {there}" if new > max(old) else f"that does not divide the {there} there are"
+    raise RefusedError(f"{new} KV heads per layer are not possible: {why}; possible are {', '.join(map(str, counts))}")
 
 
 def changed_shapes(
@@ -269,6 +267,8 @@ def _merge_rows(
     first_row: int,
 ) -> None:
     """Merge the heads of one tensor (rows G*D from projection.first_row on) into rows N*D from `first_row` on."""
+    import torch
+
     entry = checkpoint.tensors[name]
     row_bytes = entry.nbytes // entry.shape[0]
     rows_per_group = layer.num_key_value_heads // num_new * layer.head_dim
@@ -277,7 +277,9 @@ def _merge_rows(
         num_groups = min(num_groups_per_block, num_new - group)
         start = projection.first_row + group * rows_per_group
         rows = checkpoint.read(name, (start, start + num_groups * rows_per_group))
-        merged = merge(rows.unflatten(0, (-1, layer.head_dim)), num_groups)
+        # In float64 the mean of equal float32 heads is that head to the last bit, for groups of 3, 5, 6 ... as well.
+        wide = rows.double() if rows.dtype == torch.float32 else rows
+        merged = merge(wide.unflatten(0, (-1, layer.head_dim)), num_groups)
         writer.write(name, merged.flatten(0, 1), first_row=first_row + group * layer.head_dim)
 
 
