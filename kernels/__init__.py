@@ -9,15 +9,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .attention import gqa_decode, register_attention
     from .errors import KernelError
     from .memory import kv_cache_bytes
+    from .reference import gqa_decode_reference
 
 _MODULE_OF_NAME = {
     "KernelError": "errors",
+    "gqa_decode": "attention",
+    "gqa_decode_reference": "reference",
     "kv_cache_bytes": "memory",
+    "register_attention": "attention",
 }
 
-__all__ = ["KernelError", "kv_cache_bytes"]
+__all__ = ["KernelError", "gqa_decode", "gqa_decode_reference", "kv_cache_bytes", "register_attention"]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,33 +7,31 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, NoReturn
 
 import torch
 
+from .dtypes import KeyScales, is_quantised
 from .errors import KernelError
-from .quantise import storage_dtype
+from .quantise import QUANTISED_MAX, storage_dtype, stored_head_dim
 
 MAX_NUM_SPLITS = 128
-_CACHE_DTYPE_OF_STORAGE = {
-    storage_dtype(name): name
-    for name in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
-}
+_Q_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+_CACHE_DTYPE_OF_STORAGE = {storage_dtype(name): name for name in ("float32", "float16", "bfloat16", *QUANTISED_MAX)}
 
 
 @dataclass(frozen=True)
 class DecodeShape:
-    """What `check_decode_arguments` learned about a call, from shapes and dtypes alone."""
+    """What shapes and dtypes say of a call."""
 
     batch_size: int
     num_heads: int
     num_key_value_heads: int
     head_dim: int
     cache_dtype: str
-    key_scales: Literal["token", "channel"] | None
+    key_scales: KeyScales | None
     page_size: int | None  # None: contiguous
     capacity: int  # tokens that a sequence can have at most
-    softmax_scale: float
 
     @property
     def group_size(self) -> int:
@@ -41,20 +39,55 @@ class DecodeShape:
         return self.num_heads // self.num_key_value_heads
 
 
-def _refuse(name: str, expected: str, found: object) -> None:
-    raise KernelError(f"gqa_decode: {name} must be {expected}, found {found}")
+def decode_shape(
+    q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor | None, k_scale: torch.Tensor | None
+) -> DecodeShape:
+    """The shape of a call whose arguments have been checked."""
+    num_slots, num_key_value_heads = k_cache.shape[1:3]
+    return DecodeShape(
+        batch_size=q.shape[0],
+        num_heads=q.shape[1],
+        num_key_value_heads=num_key_value_heads,
+        head_dim=q.shape[2],
+        cache_dtype=_CACHE_DTYPE_OF_STORAGE[k_cache.dtype],
+        key_scales=None if k_scale is None else "channel" if k_scale.dim() == 2 else "token",
+        page_size=None if block_table is None else num_slots,
+        capacity=num_slots if block_table is None else num_slots * block_table.shape[1],
+    )
 
 
-def _check_tensor(name: str, x: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device) -> None:
+def refuse(name: str, expected: str, found: object) -> NoReturn:
+    """Refuses an argument by its name."""
+    raise KernelError(f"{name} must be {expected}, found {found}")
+
+
+def check_tensor(
+    name: str,
+    x: Any,
+    shape: tuple[int | str, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device | None = None,
+) -> None:
+    """Refuses what is not a tensor of this shape (a name stands for any size), dtype and device."""
     if not isinstance(x, torch.Tensor):
-        _refuse(name, "a tensor", type(x).__name__)
-    assert isinstance(x, torch.Tensor)
-    if tuple(x.shape) != shape:
-        _refuse(name, f"of shape {shape}", tuple(x.shape))
+        refuse(name, "a tensor", type(x).__name__)
+    if x.dim() != len(shape) or any(isinstance(n, int) and n != m for n, m in zip(shape, x.shape, strict=True)):
+        refuse(name, f"of shape ({', '.join(map(str, shape))})", tuple(x.shape))
     if x.dtype not in dtypes:
-        _refuse(name, " or ".join(map(str, dtypes)), x.dtype)
-    if x.device != device:
-        _refuse(name, f"on {device} like q", x.device)
+        refuse(name, " or ".join(map(str, dtypes)), x.dtype)
+    if device is not None and x.device != device:
+        refuse(name, f"on {device} like q", x.device)
+
+
+def check_cache_dtype(cache_dtype: str, device: torch.device) -> None:
+    """Refuses a cache dtype that the device cannot convert from."""
+    if cache_dtype == "float8_e4m3fn" and device.type == "cuda" and torch.version.hip is None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if (major, minor) < (8, 9):
+            raise KernelError(
+                f"float8_e4m3fn needs compute capability 8.9 or later, {torch.cuda.get_device_name(device)} has "
+                f"{major}.{minor}: use int8 or float8_e5m2"
+            )
 
 
 def check_decode_arguments(
@@ -77,86 +110,50 @@ def check_decode_arguments(
 
     Raises KernelError that names the argument, what it must be and what was found.
     """
-    if not isinstance(q, torch.Tensor) or q.dim() != 3:
-        _refuse("q", "(B, H, D)", tuple(q.shape) if isinstance(q, torch.Tensor) else type(q).__name__)
-    if q.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        _refuse("q", "float16, bfloat16 or float32", q.dtype)
-    batch_size, num_heads, head_dim = q.shape
-    if min(q.shape[1:]) < 1:
-        _refuse("q", "of at least one head and one channel", tuple(q.shape))
-
-    layout = "(B, S, G, D)" if block_table is None else "(num_pages, page_size, G, D)"
-    if not isinstance(k_cache, torch.Tensor) or k_cache.dim() != 4:
-        _refuse(
-            "k_cache", layout, tuple(k_cache.shape) if isinstance(k_cache, torch.Tensor) else type(k_cache).__name__
-        )
-    if k_cache.dtype not in _CACHE_DTYPE_OF_STORAGE:
-        _refuse("k_cache", "of " + ", ".join(map(str, _CACHE_DTYPE_OF_STORAGE)), k_cache.dtype)
-    cache_dtype = _CACHE_DTYPE_OF_STORAGE[k_cache.dtype]
-    if cache_dtype in ("float32", "float16", "bfloat16") and k_cache.dtype != q.dtype:
-        _refuse("k_cache", f"of q's dtype {q.dtype} or 8 bits and fewer", k_cache.dtype)
-    num_rows, num_slots, num_kv_heads, row_width = k_cache.shape
-    expected_width = head_dim / 2 if cache_dtype == "int4" else head_dim
-    if row_width != expected_width:
-        packed = ", two values per byte" if cache_dtype == "int4" else ""
-        _refuse("k_cache", f"{layout} with D = {head_dim} like q{packed}", tuple(k_cache.shape))
-    if block_table is None and num_rows != batch_size:
-        _refuse("k_cache", f"{layout} with B = {batch_size} like q", tuple(k_cache.shape))
-    if num_kv_heads < 1 or num_heads % num_kv_heads:
-        _refuse("k_cache", f"of a number of KV heads that divides q's {num_heads} heads", num_kv_heads)
-    if block_table is not None and num_slots < 1:
-        _refuse("k_cache", "of a page_size of at least 1", num_slots)
-    _check_tensor("k_cache", k_cache, tuple(k_cache.shape), (k_cache.dtype,), q.device)
-    _check_tensor("v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), q.device)
-    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        if x.stride(-1) != 1 and x.shape[-1] > 1:
-            _refuse(name, "contiguous along its last axis", f"stride {x.stride(-1)}")
-
-    _check_tensor("seq_lens", seq_lens, (batch_size,), (torch.int32,), q.device)
-    if seq_starts is not None:
-        _check_tensor("seq_starts", seq_starts, (batch_size,), (torch.int32,), q.device)
-    capacity = num_slots
+    check_tensor("q", q, ("B", "H", "D"), _Q_DTYPES)
+    layout = ("B", "S", "G", "D") if block_table is None else ("num_pages", "page_size", "G", "D")
+    check_tensor("k_cache", k_cache, layout, tuple(_CACHE_DTYPE_OF_STORAGE), q.device)
     if block_table is not None:
-        width = block_table.shape[1] if isinstance(block_table, torch.Tensor) and block_table.dim() == 2 else 0
-        _check_tensor("block_table", block_table, (batch_size, width), (torch.int32,), q.device)
-        capacity = width * num_slots
+        check_tensor("block_table", block_table, (q.shape[0], "max_pages"), (torch.int32,), q.device)
+    shape = decode_shape(q, k_cache, block_table, None)
+    quantised = is_quantised(shape.cache_dtype)
+    if not quantised and k_cache.dtype != q.dtype:
+        refuse("k_cache", f"of q's dtype {q.dtype}, or quantised", k_cache.dtype)
+    width = stored_head_dim(shape.cache_dtype, shape.head_dim)
+    rows = "num_pages" if block_table is not None else shape.batch_size
+    check_tensor("k_cache", k_cache, (rows, *layout[1:3], width), (k_cache.dtype,))
+    check_tensor("v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), q.device)
+    check_cache_dtype(shape.cache_dtype, q.device)
+    for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
+        if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
+            refuse(name, "contiguous along its last axis", f"stride {x.stride(-1)}")
+    if shape.num_key_value_heads < 1 or shape.num_heads % shape.num_key_value_heads or shape.num_heads < 1:
+        refuse("k_cache", f"of a number of KV heads that divides q's {shape.num_heads}", shape.num_key_value_heads)
+    if k_cache.shape[1] < 1 and block_table is not None:
+        refuse("k_cache", "of a page_size of at least 1", 0)
 
-    key_scales: Literal["token", "channel"] | None = None
-    if cache_dtype in ("float32", "float16", "bfloat16"):
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is not None:
-                _refuse(name, f"None for a {cache_dtype} cache", tuple(scale.shape))
-    else:
-        per_token = (num_rows, num_slots, num_kv_heads)
-        for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
-            if scale is None and cache_dtype.startswith("int"):
-                _refuse(name, f"given for an {cache_dtype} cache", None)
-        if k_scale is not None:
-            key_scales = "channel" if isinstance(k_scale, torch.Tensor) and k_scale.dim() == 2 else "token"
-            shape = (num_kv_heads, head_dim) if key_scales == "channel" else per_token
-            _check_tensor("k_scale", k_scale, shape, (torch.float32,), q.device)
-        if v_scale is not None:
-            _check_tensor("v_scale", v_scale, per_token, (torch.float32,), q.device)
-
+    check_tensor("seq_lens", seq_lens, (shape.batch_size,), (torch.int32,), q.device)
+    if seq_starts is not None:
+        check_tensor("seq_starts", seq_starts, (shape.batch_size,), (torch.int32,), q.device)
     if sinks is not None:
-        _check_tensor("sinks", sinks, (num_heads,), (torch.float32, torch.float16, torch.bfloat16), q.device)
-    if window is not None and not (isinstance(window, int) and window >= 1):
-        _refuse("window", "an integer of at least 1", window)
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        _refuse("softcap", "positive and finite", softcap)
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        _refuse("softmax_scale", "finite", softmax_scale)
-    if num_splits is not None and not (isinstance(num_splits, int) and 1 <= num_splits <= MAX_NUM_SPLITS):
-        _refuse("num_splits", f"an integer from 1 to {MAX_NUM_SPLITS}", num_splits)
+        check_tensor("sinks", sinks, (shape.num_heads,), _Q_DTYPES, q.device)
+    for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
+        if scale is None:
+            if shape.cache_dtype.startswith("int"):
+                refuse(name, f"given for a cache of {shape.cache_dtype}", None)
+        elif not quantised:
+            refuse(name, f"None for a cache of {shape.cache_dtype}", "one")
+        elif name == "k_scale" and isinstance(scale, torch.Tensor) and scale.dim() == 2:
+            check_tensor(name, scale, (shape.num_key_value_heads, shape.head_dim), (torch.float32,), q.device)
+        else:
+            check_tensor(name, scale, tuple(k_cache.shape[:3]), (torch.float32,), q.device)
 
-    return DecodeShape(
-        batch_size=batch_size,
-        num_heads=num_heads,
-        num_key_value_heads=num_kv_heads,
-        head_dim=head_dim,
-        cache_dtype=cache_dtype,
-        key_scales=key_scales,
-        page_size=None if block_table is None else num_slots,
-        capacity=capacity,
-        softmax_scale=head_dim**-0.5 if softmax_scale is None else float(softmax_scale),
-    )
+    if window is not None and not (isinstance(window, int) and window >= 1):
+        refuse("window", "an integer of at least 1", window)
+    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        refuse("softcap", "positive and finite", softcap)
+    if softmax_scale is not None and not math.isfinite(softmax_scale):
+        refuse("softmax_scale", "finite", softmax_scale)
+    if num_splits is not None and not (isinstance(num_splits, int) and 1 <= num_splits <= MAX_NUM_SPLITS):
+        refuse("num_splits", f"an integer from 1 to {MAX_NUM_SPLITS}", num_splits)
+    return decode_shape(q, k_cache, block_table, k_scale)

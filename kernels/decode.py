@@ -18,7 +18,9 @@ import torch
 import triton
 import triton.language as tl
 
-from .arguments import MAX_NUM_SPLITS, DecodeShape
+from .arguments import MAX_NUM_SPLITS, decode_shape
+from .dtypes import is_quantised, num_bits
+from .quantise import stored_head_dim
 
 # The split cost model, in tiles: what a program costs beside its tiles, and what one more split costs when merging.
 PROGRAM_OVERHEAD = tl.constexpr(10.0)
@@ -57,7 +59,7 @@ def _tiles_per_split(
 
     for every number of splits of the longest sequence that the grid has room for.
     """
-    CHUNK: tl.constexpr = 2048 // MAX_SPLITS  # sequences at a time: (CHUNK, MAX_SPLITS) values live in registers
+    CHUNK: tl.constexpr = 1024 // MAX_SPLITS  # sequences at a time: (CHUNK, MAX_SPLITS) values live in registers
     longest = 0
     for first in range(0, batch_size, CHUNK):
         b = first + tl.arange(0, CHUNK)
@@ -80,13 +82,96 @@ def _tiles_per_split(
 
 @triton.jit
 def _page_of(block_table_ptr, tile, start, end, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Pages of the keys of a tile: one id where a tile lies in one page, else one per key; 0 for keys not attended."""
+    """Page of a tile's keys: one id where a tile lies in one page, else one per key; 0 for keys not attended to."""
     if PAGE_SIZE % BLOCK_N == 0:
         first = tile * BLOCK_N
         return tl.load(block_table_ptr + first // PAGE_SIZE, mask=first < end, other=0)
     else:
         position = tile * BLOCK_N + tl.arange(0, BLOCK_N)
         return tl.load(block_table_ptr + position // PAGE_SIZE, mask=(position >= start) & (position < end), other=0)
+
+
+# Stored bytes to float16, four at a time, in PTX: Triton's own conversions go element by element. A byte in the low
+# bits of 0x6400 is the float16 1024 + byte, exactly; e5m2 is the upper half of a float16.
+_INT8_TO_FP16 = tl.constexpr("""{
+    .reg .b32 u, a, b, bias;
+    mov.b32 bias, 0x64806480;
+    xor.b32 u, $2, 0x80808080;
+    prmt.b32 a, u, 0x64646464, 0x4140;
+    prmt.b32 b, u, 0x64646464, 0x4342;
+    sub.f16x2 $0, a, bias;
+    sub.f16x2 $1, b, bias;
+}""")
+_INT4_TO_FP16 = tl.constexpr("""{
+    .reg .b32 u, a, b, c, d, bias;
+    mov.b32 bias, 0x64086408;
+    and.b32 u, $4, 0x0F0F0F0F;
+    prmt.b32 a, u, 0x64646464, 0x4140;
+    prmt.b32 b, u, 0x64646464, 0x4342;
+    shr.u32 u, $4, 4;
+    and.b32 u, u, 0x0F0F0F0F;
+    prmt.b32 c, u, 0x64646464, 0x4140;
+    prmt.b32 d, u, 0x64646464, 0x4342;
+    sub.f16x2 $0, a, bias;
+    sub.f16x2 $1, b, bias;
+    sub.f16x2 $2, c, bias;
+    sub.f16x2 $3, d, bias;
+}""")
+_E5M2_TO_FP16 = tl.constexpr("""{
+    prmt.b32 $0, $2, 0, 0x1404;
+    prmt.b32 $1, $2, 0, 0x3424;
+}""")
+_E4M3_TO_FP16 = tl.constexpr("""{
+    .reg .b16 a, b;
+    mov.b32 {a, b}, $2;
+    cvt.rn.f16x2.e4m3x2 $0, a;
+    cvt.rn.f16x2.e4m3x2 $1, b;
+}""")
+
+
+@triton.jit
+def _widen(x, DOT_DTYPE: tl.constexpr, USE_PTX: tl.constexpr, IS_PURE: tl.constexpr):
+    """Stored values in the dtype that they are multiplied in.
+
+    Conversions that are not pure stay where they are written. That is wanted of V: the compiler would move a pure one
+    behind the transposition through shared memory, which then goes byte by byte and halves the width of V's loads.
+    """
+    if USE_PTX and DOT_DTYPE.primitive_bitwidth == 16 and x.dtype.primitive_bitwidth == 8:
+        if x.dtype == tl.int8:
+            asm: tl.constexpr = _INT8_TO_FP16
+        elif x.dtype == tl.float8e5:
+            asm: tl.constexpr = _E5M2_TO_FP16
+        else:
+            asm: tl.constexpr = _E4M3_TO_FP16
+        return tl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=tl.float16, is_pure=IS_PURE, pack=4)
+    else:
+        return x.to(DOT_DTYPE)
+
+
+@triton.jit
+def _unpack(x, DOT_DTYPE: tl.constexpr, USE_PTX: tl.constexpr, IS_PURE: tl.constexpr):
+    """The first and the second half of rows of int4, in the dtype that they are multiplied in."""
+    if USE_PTX and DOT_DTYPE.primitive_bitwidth == 16:
+        return tl.inline_asm_elementwise(
+            _INT4_TO_FP16, "=r,=r,=r,=r,r", [x], dtype=(tl.float16, tl.float16), is_pure=IS_PURE, pack=4
+        )
+    else:
+        return ((x & 15).to(tl.int8) - 8).to(DOT_DTYPE), ((x >> 4).to(tl.int8) - 8).to(DOT_DTYPE)
+
+
+@triton.jit
+def _key_ptrs(
+    ptr, row, slot, stride_row, stride_slot, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, PER_KEY: tl.constexpr
+):
+    """Pointers (N) to the keys of a tile. `row` and `slot` are those of its first key, or with PER_KEY of every key.
+
+    Strides are in units of UNIT elements. Offsets are 64 bits wide up to the tile, where caches grow beyond 2^31
+    elements, and 32 within it, which costs half the address arithmetic.
+    """
+    ptr += (row.to(tl.int64) * stride_row + slot.to(tl.int64) * stride_slot) * UNIT
+    if not PER_KEY:
+        ptr += tl.arange(0, BLOCK_N) * stride_slot * UNIT
+    return ptr
 
 
 @triton.jit
@@ -108,7 +193,23 @@ def _finish(total, max_2, sinks_ptr, h, mask):
     return weight, (max_2 + tl.log2(total)) * _LN_2
 
 
-@triton.jit
+# Alignment is told by STRIDE_UNIT alone: were these specialised on, every new length or batch could compile anew.
+_PLAIN_INTEGERS = [
+    *(
+        "window",
+        "capacity",
+        "batch_size",
+        "fixed_splits",
+        "programs_at_once",
+        "q_stride_b",
+        "q_stride_h",
+        "table_stride",
+    ),
+    *(f"{x}_stride_{axis}" for x in ("k", "v", "k_scale", "v_scale") for axis in ("row", "slot", "head")),
+]
+
+
+@triton.jit(do_not_specialize=_PLAIN_INTEGERS)
 def _attend(
     q_ptr,  # (B, H, D)
     k_ptr,  # (B, S, G, D) or (num_pages, page_size, G, D); int4: D / 2 bytes
@@ -127,34 +228,36 @@ def _attend(
     softmax_scale,
     softcap,  # or None
     window,  # or None
-    capacity,
-    batch_size,
-    fixed_splits,  # 0: chosen here
-    programs_at_once,
-    q_stride_b,
-    q_stride_h,
-    # In units of STRIDE_UNIT elements, so that the compiler knows how far rows are aligned.
-    k_stride_row: tl.int64,
-    k_stride_slot: tl.int64,
-    k_stride_head: tl.int64,
-    v_stride_row: tl.int64,
-    v_stride_slot: tl.int64,
-    v_stride_head: tl.int64,
-    k_scale_stride_row: tl.int64,
-    k_scale_stride_slot: tl.int64,
-    k_scale_stride_head: tl.int64,
-    v_scale_stride_row: tl.int64,
-    v_scale_stride_slot: tl.int64,
-    v_scale_stride_head: tl.int64,
-    table_stride,
+    capacity: tl.int32,
+    batch_size: tl.int32,
+    fixed_splits: tl.int32,  # 0: chosen here
+    programs_at_once: tl.int32,
+    q_stride_b: tl.int32,
+    q_stride_h: tl.int32,
+    # Of K and V in units of STRIDE_UNIT elements, so that the compiler knows how far rows are aligned.
+    k_stride_row: tl.int32,
+    k_stride_slot: tl.int32,
+    k_stride_head: tl.int32,
+    v_stride_row: tl.int32,
+    v_stride_slot: tl.int32,
+    v_stride_head: tl.int32,
+    k_scale_stride_row: tl.int32,
+    k_scale_stride_slot: tl.int32,
+    k_scale_stride_head: tl.int32,
+    v_scale_stride_row: tl.int32,
+    v_scale_stride_slot: tl.int32,
+    v_scale_stride_head: tl.int32,
+    table_stride: tl.int32,
     HEAD_DIM: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,  # of K and V: their address arithmetic is then done once
     IS_INT4: tl.constexpr,
     K_SCALE_PER_CHANNEL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    DOT_IS_FP16: tl.constexpr,
+    NORMALISE_Q: tl.constexpr,
+    USE_PTX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,  # of a stored row: half of the head for int4
@@ -196,79 +299,94 @@ def _attend(
     STORED_D: tl.constexpr = HEAD_DIM // 2 if IS_INT4 else HEAD_DIM
     mask_d = d < STORED_D
 
-    # Queries. A scale per channel of K goes into them, divided by its maximum so that 16 bits hold the product.
+    # Queries. A scale per channel of K goes into them; then, and for dtypes that float16 has not the range of, each is
+    # divided by a power of two, which is exact.
     q_ptrs = q_ptr + b.to(tl.int64) * q_stride_b + h[:, None] * q_stride_h + d[None, :]
     mask_q = mask_m[:, None] & mask_d[None, :]
     q = tl.load(q_ptrs, mask=mask_q, other=0.0)
-    logit_scale = softmax_scale
     if IS_INT4:
         q_high = tl.load(q_ptrs + STORED_D, mask=mask_q, other=0.0)
     if K_SCALE_PER_CHANNEL:
         channel_ptrs = k_scale_ptr + g * HEAD_DIM + d
-        channel = tl.load(channel_ptrs, mask=mask_d, other=0.0)
-        largest = tl.max(channel, 0)
+        q = q.to(tl.float32) * tl.load(channel_ptrs, mask=mask_d, other=0.0)[None, :]
         if IS_INT4:
-            channel_high = tl.load(channel_ptrs + STORED_D, mask=mask_d, other=0.0)
-            largest = tl.maximum(largest, tl.max(channel_high, 0))
-        inverse = tl.where(largest > 0, 1.0 / largest, 0.0)
-        q = q.to(tl.float32) * (channel * inverse)[None, :]
+            q_high = q_high.to(tl.float32) * tl.load(channel_ptrs + STORED_D, mask=mask_d, other=0.0)[None, :]
+    # Logits are kept in base 2: exp(x) = exp2(x log2 e). A cap comes before, so that its factor then comes after it.
+    to_base_2 = _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
+    logit_scale = tl.full([BLOCK_M], softmax_scale * to_base_2, tl.float32)
+    if NORMALISE_Q:
+        q = q.to(tl.float32)
+        largest = tl.max(tl.abs(q), 1)
         if IS_INT4:
-            q_high = q_high.to(tl.float32) * (channel_high * inverse)[None, :]
-        logit_scale *= largest
+            q_high = q_high.to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(q_high), 1))
+        power = tl.where(largest > 0, tl.exp2(tl.ceil(tl.log2(largest))), 1.0)
+        q /= power[:, None]
+        if IS_INT4:
+            q_high /= power[:, None]
+        logit_scale *= power
     q = q.to(DOT_DTYPE)
     if IS_INT4:
         q_high = q_high.to(DOT_DTYPE)
 
-    k_ptr += g * k_stride_head * STRIDE_UNIT
-    v_ptr += g * v_stride_head * STRIDE_UNIT
-    if k_scale_ptr is not None and not K_SCALE_PER_CHANNEL:
-        k_scale_ptr += g * k_scale_stride_head
+    if SAME_STRIDES:
+        v_stride_row, v_stride_slot, v_stride_head = k_stride_row, k_stride_slot, k_stride_head
+    k_ptr += g.to(tl.int64) * k_stride_head * STRIDE_UNIT
+    v_ptr += g.to(tl.int64) * v_stride_head * STRIDE_UNIT
+    HAS_K_SCALE: tl.constexpr = k_scale_ptr is not None and not K_SCALE_PER_CHANNEL
+    if HAS_K_SCALE:
+        k_scale_ptr += g.to(tl.int64) * k_scale_stride_head
     if v_scale_ptr is not None:
-        v_scale_ptr += g * v_scale_stride_head
-
+        v_scale_ptr += g.to(tl.int64) * v_scale_stride_head
+    PER_KEY: tl.constexpr = block_table_ptr is not None and PAGE_SIZE % BLOCK_N != 0  # a tile lies in several pages
     if block_table_ptr is not None:
         block_table_ptr += b.to(tl.int64) * table_stride
         page = _page_of(block_table_ptr, first_tile, start, end, PAGE_SIZE, BLOCK_N)
 
-    max_2 = tl.full([BLOCK_M], -_INF, tl.float32)  # running maximum, base 2
+    max_2 = tl.full([BLOCK_M], -_INF, tl.float32)  # running maximum of the logits, base 2
     total = tl.zeros([BLOCK_M], tl.float32)
+    unit = tl.zeros([BLOCK_M], tl.float32)  # with a scale of V: what acc is a multiple of
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     if IS_INT4:
         acc_high = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
 
     for tile in range(first_tile, first_tile + num_tiles):
         position = tile * BLOCK_N + n
-        mask_n = (position >= start) & (position < end)
+        mask_n = position < end
+        if window is not None or seq_starts_ptr is not None:
+            mask_n = mask_n & (position >= start)
         mask_nd = mask_n[:, None] & mask_d[None, :]
         if block_table_ptr is None:
-            cache_row = b.to(tl.int64)
-            slot = position
+            cache_row = b
+            slot = tile * BLOCK_N
         else:
-            cache_row = page.to(tl.int64)
-            slot = position % PAGE_SIZE
+            cache_row = page
             # Carried one iteration ahead: K and V addresses that wait for a load of their own iteration would leave the
             # software pipeline with one tile in flight, whatever its depth.
             page = _page_of(block_table_ptr, tile + 1, start, end, PAGE_SIZE, BLOCK_N)
+            # The same slots in every tile where tiles hold whole pages.
+            first = 0 if BLOCK_N % PAGE_SIZE == 0 else tile * BLOCK_N
+            slot = (first + n if PER_KEY else first) % PAGE_SIZE
 
-        k_offset = (cache_row * k_stride_row + slot * k_stride_slot) * STRIDE_UNIT
-        v_offset = (cache_row * v_stride_row + slot * v_stride_slot) * STRIDE_UNIT
-        k = tl.load(k_ptr + k_offset[:, None] + d[None, :], mask=mask_nd, other=0.0)
-        v = tl.load(v_ptr + v_offset[:, None] + d[None, :], mask=mask_nd, other=0.0)
+        k_ptrs = _key_ptrs(k_ptr, cache_row, slot, k_stride_row, k_stride_slot, BLOCK_N, STRIDE_UNIT, PER_KEY)
+        v_ptrs = _key_ptrs(v_ptr, cache_row, slot, v_stride_row, v_stride_slot, BLOCK_N, STRIDE_UNIT, PER_KEY)
+        k = tl.load(k_ptrs[:, None] + d[None, :], mask=mask_nd, other=0.0)
+        v = tl.load(v_ptrs[:, None] + d[None, :], mask=mask_nd, other=0.0)
 
         if IS_INT4:
-            logits = tl.dot(q, tl.trans(((k & 15).to(tl.int8) - 8).to(DOT_DTYPE)), input_precision="ieee")
-            logits = tl.dot(q_high, tl.trans(((k >> 4).to(tl.int8) - 8).to(DOT_DTYPE)), logits, input_precision="ieee")
+            k_low, k_high = _unpack(k, DOT_DTYPE, USE_PTX, True)
+            logits = tl.dot(q, tl.trans(k_low), input_precision="ieee")
+            logits = tl.dot(q_high, tl.trans(k_high), logits, input_precision="ieee")
         else:
-            logits = tl.dot(q, tl.trans(k.to(DOT_DTYPE)), input_precision="ieee")
-        if k_scale_ptr is not None and not K_SCALE_PER_CHANNEL:
-            k_scale_offset = cache_row * k_scale_stride_row + slot * k_scale_stride_slot
-            k_scale = tl.load(k_scale_ptr + k_scale_offset, mask=mask_n, other=0.0)
-            logits *= k_scale[None, :]
-        logits *= logit_scale
+            logits = tl.dot(q, tl.trans(_widen(k, DOT_DTYPE, USE_PTX, True)), input_precision="ieee")
+        if HAS_K_SCALE:
+            ptrs = _key_ptrs(k_scale_ptr, cache_row, slot, k_scale_stride_row, k_scale_stride_slot, BLOCK_N, 1, PER_KEY)
+            logits *= tl.load(ptrs, mask=mask_n, other=0.0)[None, :]
+        logits *= logit_scale[:, None]
         if softcap is not None:
             # tanh(x) = 1 - 2 / (exp(2 x) + 1), which saturates where exp overflows.
-            logits = softcap * (1 - 2 / (tl.exp2(logits * (2 * _LOG2_E / softcap)) + 1))
-        logits = tl.where(mask_n[None, :], logits * _LOG2_E, -_INF)
+            logits = softcap * _LOG2_E * (1 - 2 / (tl.exp2(logits) + 1))
+        logits = tl.where(mask_n[None, :], logits, -_INF)
 
         new_max = tl.maximum(max_2, tl.max(logits, 1))
         # With nothing but -inf so far, -inf - -inf would be NaN.
@@ -277,30 +395,31 @@ def _attend(
         rescale = tl.exp2(max_2 - subtracted)
         max_2 = new_max
         total = total * rescale + tl.sum(p, 1)
-        acc *= rescale[:, None]
-        if IS_INT4:
-            acc_high *= rescale[:, None]
-
         if v_scale_ptr is not None:
-            v_scale_offset = cache_row * v_scale_stride_row + slot * v_scale_stride_slot
-            v_scale = tl.load(v_scale_ptr + v_scale_offset, mask=mask_n, other=0.0)
-            # float16 does not have the range for the product of a probability and a scale: there V is scaled itself.
-            if not DOT_IS_FP16:
-                p *= v_scale[None, :]
+            # V's scales go into the probabilities. Their product has a range that float16 does not have, so that acc is
+            # kept in units of the largest product so far.
+            ptrs = _key_ptrs(v_scale_ptr, cache_row, slot, v_scale_stride_row, v_scale_stride_slot, BLOCK_N, 1, PER_KEY)
+            p *= tl.load(ptrs, mask=mask_n, other=0.0)[None, :]
+            unit *= rescale
+            new_unit = tl.maximum(unit, tl.max(p, 1))
+            inverse = tl.where(new_unit > 0, 1 / new_unit, 0.0)
+            p *= inverse[:, None]
+            rescale = unit * inverse
+            unit = new_unit
+        acc *= rescale[:, None]
         p = p.to(DOT_DTYPE)
         if IS_INT4:
-            low = (v & 15).to(tl.int8) - 8
-            high = (v >> 4).to(tl.int8) - 8
-            if DOT_IS_FP16:
-                low = low.to(tl.float32) * v_scale[:, None]
-                high = high.to(tl.float32) * v_scale[:, None]
-            acc = tl.dot(p, low.to(DOT_DTYPE), acc, input_precision="ieee")
-            acc_high = tl.dot(p, high.to(DOT_DTYPE), acc_high, input_precision="ieee")
+            acc_high *= rescale[:, None]
+            v_low, v_high = _unpack(v, DOT_DTYPE, USE_PTX, False)
+            acc = tl.dot(p, v_low, acc, input_precision="ieee")
+            acc_high = tl.dot(p, v_high, acc_high, input_precision="ieee")
         else:
-            if v_scale_ptr is not None and DOT_IS_FP16:
-                v = v.to(tl.float32) * v_scale[:, None]
-            acc = tl.dot(p, v.to(DOT_DTYPE), acc, input_precision="ieee")
+            acc = tl.dot(p, _widen(v, DOT_DTYPE, USE_PTX, False), acc, input_precision="ieee")
 
+    if v_scale_ptr is not None:
+        acc *= unit[:, None]
+        if IS_INT4:
+            acc_high *= unit[:, None]
     head = b.to(tl.int64) * num_heads + h
     if num_splits > 1:
         partial = head * tl.num_programs(2) + split
@@ -318,7 +437,7 @@ def _attend(
             tl.store(out_ptrs + STORED_D, acc_high * weight[:, None], mask=mask_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["grid_splits"])
 def _combine(
     partial_ptr,  # (B, H, splits, D) float32
     partial_lse_ptr,  # (B, H, splits) float32, base 2
@@ -368,14 +487,48 @@ def _combine(
 class Tile:
     """How `_attend` is compiled for one class of devices, head_dim and cache dtype."""
 
-    block_n: int
+    block_m: int  # query heads
+    block_n: int  # keys
+    block_d: int  # stored elements of a row, padded to a power of two
     num_warps: int
     num_stages: int
-    programs_per_sm: int  # that fit on one SM by registers and shared memory
+    programs_per_sm: int  # that run on one SM at once, for the split cost model
 
 
-def tile_for(device_class: str, head_dim: int, cache_dtype: str) -> Tile:
-    return Tile(64, 4, 3, 3)
+# By bits of a stored element, as compiled.py finds them; the first that shared memory or registers forbid is not
+# counted.
+_PROGRAMS_PER_SM = {
+    "sm_90": {32: 3, 16: 3, 8: 4, 4: 3},
+    "sm_80": {32: 2, 16: 2, 8: 2, 4: 2},
+    "sm_86": {32: 1, 16: 1, 8: 1, 4: 1},
+}
+
+
+def tile_for(device_class: str, head_dim: int, group_size: int, cache_dtype: str) -> Tile:
+    """The tile of a device class (sm_80, sm_86, sm_90). Nothing is tried out at run time, so nothing can stall or
+    differ.
+
+    Three stages keep two tiles in flight: 64 KB of 16-bit K and V per program, 32 KB of 8 bits. Larger heads get fewer
+    keys per tile rather than more warps.
+    """
+    bits = num_bits(cache_dtype)
+    block_d = max(16, triton.next_power_of_2(stored_head_dim(cache_dtype, head_dim)))
+    return Tile(
+        block_m=min(16, triton.next_power_of_2(group_size)),
+        block_n=min(128, (4096 if bits == 32 else 8192) // block_d),
+        block_d=block_d,
+        num_warps=4,
+        num_stages=3,
+        programs_per_sm=_PROGRAMS_PER_SM[device_class][bits],
+    )
+
+
+def dot_dtype(q_dtype: torch.dtype, cache_dtype: str) -> torch.dtype:
+    """The dtype that keys and values are multiplied in. float16 holds every quantised value exactly."""
+    return torch.float16 if is_quantised(cache_dtype) and q_dtype != torch.float32 else q_dtype
+
+
+TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 @functools.cache
@@ -390,7 +543,9 @@ def _device(device: torch.device) -> tuple[str, int]:
     if is_interpreted():
         return "sm_90", 4
     properties = torch.cuda.get_device_properties(device)
-    return "sm_90" if properties.major >= 9 else "sm_80", properties.multi_processor_count
+    capability = (properties.major, properties.minor)
+    device_class = "sm_80" if capability == (8, 0) else "sm_90" if capability in ((9, 0), (10, 0)) else "sm_86"
+    return device_class, properties.multi_processor_count
 
 
 def _stride_unit(*tensors: torch.Tensor) -> int:
@@ -403,42 +558,46 @@ def _stride_unit(*tensors: torch.Tensor) -> int:
     return unit
 
 
-def launch(
-    shape: DecodeShape,
+@torch.library.custom_op("headfold::gqa_decode", mutates_args=())
+def gqa_decode_triton(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     seq_lens: torch.Tensor,
-    *,
-    seq_starts: torch.Tensor | None,
-    block_table: torch.Tensor | None,
-    window: int | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
-    k_scale: torch.Tensor | None,
-    v_scale: torch.Tensor | None,
-    num_splits: int | None,
+    softmax_scale: float,
+    seq_starts: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the kernels on checked arguments: output (B, H, D) in q's dtype and LSE (B, H) float32."""
+    """Runs the kernels on arguments that `gqa_decode` has checked; returns output and LSE."""
+    shape = decode_shape(q, k_cache, block_table, k_scale)
     device_class, num_sms = _device(q.device)
-    tile = tile_for(device_class, shape.head_dim, shape.cache_dtype)
-    is_int4 = shape.cache_dtype == "int4"
-    block_m = min(16, triton.next_power_of_2(shape.group_size))
-    programs = shape.num_key_value_heads * triton.cdiv(shape.group_size, block_m)
+    tile = tile_for(device_class, shape.head_dim, shape.group_size, shape.cache_dtype)
+    programs = shape.num_key_value_heads * triton.cdiv(shape.group_size, tile.block_m)
     programs_at_once = num_sms * tile.programs_per_sm
-    grid_splits = num_splits
-    if grid_splits is None:
+    if num_splits is None:
         # Room for two waves of programs; how many are used is decided on the device.
         grid_splits = triton.cdiv(2 * programs_at_once, max(shape.batch_size * programs, 1))
         longest = shape.capacity if window is None else min(shape.capacity, window + tile.block_n)
         grid_splits = max(min(grid_splits, triton.cdiv(longest, tile.block_n), MAX_NUM_SPLITS), 1)
-    max_splits = 1 if grid_splits == 1 else 16 if grid_splits <= 16 else MAX_NUM_SPLITS
+    else:
+        grid_splits = num_splits
 
-    # The interpreter multiplies bfloat16 as bit patterns and truncates when it stores it: there it works in float32.
-    upcast = is_interpreted() and q.dtype == torch.bfloat16
-    dot_dtype = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}[q.dtype]
-    out = torch.empty(q.shape, dtype=torch.float32 if upcast else q.dtype, device=q.device)
+    operand = dot_dtype(q.dtype, shape.cache_dtype)
+    out_dtype = q.dtype
+    if is_interpreted() and q.dtype == torch.bfloat16:
+        # The interpreter multiplies bfloat16 as bit patterns, and truncates when it rounds to it.
+        out_dtype = torch.float32
+        operand = torch.float32 if operand == torch.bfloat16 else operand
+    out = torch.empty(q.shape, dtype=out_dtype, device=q.device)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    if shape.batch_size == 0:
+        return out.to(q.dtype), lse
     partial = partial_lse = splits_used = None
     if grid_splits > 1:
         partial = torch.empty((*q.shape[:2], grid_splits, shape.head_dim), dtype=torch.float32, device=q.device)
@@ -446,20 +605,17 @@ def launch(
         splits_used = torch.empty(shape.batch_size, dtype=torch.int32, device=q.device)
 
     unit = _stride_unit(k_cache, v_cache)
-    per_channel = shape.key_scales == "channel"
-    if per_channel:
-        k_scale = k_scale.contiguous()
-    block_d = max(16, triton.next_power_of_2(shape.head_dim // 2 if is_int4 else shape.head_dim))
-    if shape.batch_size == 0:
-        return out.to(q.dtype), lse
+    scale_strides = []
+    for scale in (k_scale, v_scale):
+        scale_strides += (0, 0, 0) if scale is None or scale.dim() == 2 else scale.stride()
     _attend[(shape.batch_size, programs, grid_splits)](
         q,
         k_cache,
         v_cache,
-        k_scale,
+        k_scale.contiguous() if shape.key_scales == "channel" else k_scale,
         v_scale,
-        seq_lens,
-        seq_starts,
+        seq_lens.contiguous(),
+        None if seq_starts is None else seq_starts.contiguous(),
         block_table,
         sinks,
         out,
@@ -467,7 +623,7 @@ def launch(
         partial,
         partial_lse,
         splits_used,
-        shape.softmax_scale,
+        softmax_scale,
         softcap,
         window,
         shape.capacity,
@@ -477,21 +633,22 @@ def launch(
         *q.stride()[:2],
         *(stride // unit for stride in k_cache.stride()[:3]),
         *(stride // unit for stride in v_cache.stride()[:3]),
-        *((0, 0, 0) if k_scale is None or per_channel else k_scale.stride()),
-        *((0, 0, 0) if v_scale is None else v_scale.stride()),
+        *scale_strides,
         0 if block_table is None else block_table.stride(0),
         HEAD_DIM=shape.head_dim,
         GROUP_SIZE=shape.group_size,
         PAGE_SIZE=shape.page_size or 1,
         STRIDE_UNIT=unit,
-        IS_INT4=is_int4,
-        K_SCALE_PER_CHANNEL=per_channel,
-        DOT_DTYPE=tl.float32 if upcast else dot_dtype,
-        DOT_IS_FP16=q.dtype == torch.float16,
-        BLOCK_M=block_m,
+        SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+        IS_INT4=shape.cache_dtype == "int4",
+        K_SCALE_PER_CHANNEL=shape.key_scales == "channel",
+        DOT_DTYPE=TRITON_DTYPES[operand],
+        NORMALISE_Q=is_quantised(shape.cache_dtype) and operand == torch.float16,
+        USE_PTX=not is_interpreted() and torch.version.hip is None,
+        BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n,
-        BLOCK_D=block_d,
-        MAX_SPLITS=max_splits,
+        BLOCK_D=tile.block_d,
+        MAX_SPLITS=1 if grid_splits == 1 else 16 if grid_splits <= 16 else MAX_NUM_SPLITS,
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
@@ -506,6 +663,11 @@ def launch(
             grid_splits,
             HEAD_DIM=shape.head_dim,
             BLOCK_D=triton.next_power_of_2(shape.head_dim),
-            BLOCK_SPLITS=min(16, triton.next_power_of_2(grid_splits)),
+            BLOCK_SPLITS=16,
         )
     return out.to(q.dtype), lse
+
+
+@gqa_decode_triton.register_fake
+def _(q, *_args, **_options):
+    return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(q.shape[:2], dtype=torch.float32)

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import check_decode_arguments
-from .errors import KernelError
+from .arguments import check_decode_arguments, refuse
 from .quantise import dequantise
 
 
@@ -64,12 +63,13 @@ def decode_in_dtype(
     *,
     seq_starts: torch.Tensor | None = None,
     block_table: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    **checked: object,
+    num_splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same, with every operation in `dtype`: output (B, H, D) and natural-log LSE (B, H) of that dtype.
 
@@ -82,26 +82,29 @@ def decode_in_dtype(
         seq_lens,
         seq_starts=seq_starts,
         block_table=block_table,
+        softmax_scale=softmax_scale,
         window=window,
         softcap=softcap,
         sinks=sinks,
         k_scale=k_scale,
         v_scale=v_scale,
-        **checked,  # type: ignore[arg-type]
+        num_splits=num_splits,
     )
+    if softmax_scale is None:
+        softmax_scale = shape.head_dim**-0.5
     out = torch.zeros_like(q, dtype=dtype)
     lse = torch.full(q.shape[:2], -torch.inf, dtype=dtype, device=q.device)
     ends = seq_lens.tolist()
     starts = [0] * len(ends) if seq_starts is None else seq_starts.tolist()
     for b, (start, end) in enumerate(zip(starts, ends, strict=True)):
         if end > shape.capacity:
-            raise KernelError(f"seq_lens[{b}] is {end}, but the cache has room for {shape.capacity} tokens")
+            refuse(f"seq_lens[{b}]", f"at most the {shape.capacity} slots of the cache", end)
         start = max(start, 0, 0 if window is None else end - window)
         if start >= end:
             continue
 
         if block_table is None:
-            rows, slots = b, torch.arange(start, end, device=q.device)
+            rows, slots = b, slice(start, end)
         else:
             assert shape.page_size is not None
             positions = torch.arange(start, end, device=q.device)
@@ -110,7 +113,7 @@ def decode_in_dtype(
         v = _read(v_cache, v_scale, rows, slots, shape.cache_dtype, dtype)
 
         q_gmd = q[b].to(dtype).view(shape.num_key_value_heads, shape.group_size, shape.head_dim)
-        logits = torch.einsum("gmd,ngd->gmn", q_gmd, k) * shape.softmax_scale
+        logits = torch.einsum("gmd,ngd->gmn", q_gmd, k) * softmax_scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         logits = logits.reshape(shape.num_heads, end - start)
