@@ -126,11 +126,7 @@ def _marker(role: str, x: float, y: float, hint: str = "") -> Markup:
 def _ticks(low: float, high: float, axis: Axis, outward: bool = False) -> list[float]:
     """Round values from low to high; with `outward` the first and the last enclose them."""
     if axis.scale == "log":
-        exponents = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-        ticks = [digit * 10.0**exponent for exponent in exponents for digit in (1, 2, 5)]
-        first = max((tick for tick in ticks if tick <= low), default=ticks[0])
-        last = min((tick for tick in ticks if tick >= high), default=ticks[-1])
-        return [tick for tick in ticks if first <= tick <= last]
+        return _log_ticks(low, high)
     least_step = ((high - low) or abs(high) or 1.0) / 4
     magnitude = 10.0 ** math.floor(math.log10(least_step))
     step = next(digit * magnitude for digit in (1, 2, 2.5, 5, 10) if digit * magnitude >= 0.999 * least_step)
@@ -141,6 +137,19 @@ def _ticks(low: float, high: float, axis: Axis, outward: bool = False) -> list[f
         slack = 0.04 * (high - low) / step + 1e-9
         start, stop = math.ceil(low / step - slack), math.floor(high / step + slack)
     return [round(index * step, 12) for index in range(start, stop + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """The fewest of 1, 2, 5 or 1 of each decade, or of every n-th, that enclose low to high; at most 7."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1
+    for digits, decades in ((1, 2, 5), 1), ((1,), 1), ((1,), (last - first) // 5 + 1):
+        ticks = [digit * 10.0**exponent for exponent in range(first, last + decades, decades) for digit in digits]
+        start = max(index for index, tick in enumerate(ticks) if tick <= low or index == 0)
+        stop = min(index for index, tick in enumerate(ticks) if tick >= high)
+        ticks = ticks[start : max(stop, start + 1) + 1]
+        if len(ticks) <= 7:
+            break
+    return ticks
 
 
 def _placer(low: float, high: float, axis: Axis, start: float, stop: float) -> Callable[[float], float]:

@@ -167,21 +167,22 @@ def bytes_per_step(model: transformers.PreTrainedModel, run: Run, context: int) 
     return sum(p.numel() * p.element_size() for p in parameters.values()) + run.cache_bytes * filled
 
 
-def usable_contexts(settings: DecodeSettings, max_positions: int | None) -> tuple[list[int], list[int]]:
-    """Contexts that fit the model's positions together with the new tokens, and those that do not.
+def usable_contexts(settings: DecodeSettings, max_positions: int | None) -> tuple[list[int], int, str | None]:
+    """The contexts and the ladder's context, cut to what the model's positions hold beside the new tokens.
 
-    Raises RefusedError where none fits, or where ladder_context does not.
+    The third value says so where one was cut. Raises RefusedError where no context is left at all.
     """
     longest = sys.maxsize if max_positions is None else max_positions - settings.new_tokens
-    asked = sorted(set(settings.contexts))
-    usable = [context for context in asked if context <= longest]
-    too_long = settings.ladder_context if (settings.ladder_context or 0) > longest else None if usable else asked[0]
-    if too_long:
+    if longest < 1:
         raise RefusedError(
-            f"decode: a context of {too_long} tokens and {settings.new_tokens} new ones are more than the model's "
-            f"max_position_embeddings of {max_positions}; ask for a shorter context or fewer new_tokens."
+            f"decode.new_tokens: {settings.new_tokens} tokens leave no room for a context within the model's "
+            f"{max_positions} positions; ask for fewer."
         )
-    return usable, asked[len(usable) :]
+    asked = {*settings.contexts, settings.ladder_context or 1}
+    cut = ", ".join(f"{context:,}" for context in sorted(asked) if context > longest)
+    note = f"Decode contexts of {cut} tokens were cut to {longest:,}: the model has {max_positions:,} positions."
+    contexts = sorted({min(context, longest) for context in settings.contexts})
+    return contexts, min(settings.ladder_context or contexts[-1], longest), note if cut else None
 
 
 def _interleaved(models: Models, batch: int, context: int, settings: DecodeSettings, seed: int) -> list[list[Run]]:

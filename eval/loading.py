@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import logging
 import os
@@ -45,14 +44,12 @@ def placement(settings: EvalSettings) -> Placement:
 
 
 def _attention(engine: str) -> str:
-    if engine != "headfold":
-        return "sdpa"
-    if importlib.util.find_spec("headfold.kernels.attention") is None:
-        raise RefusedError("engine headfold: this installation has no headfold.kernels.attention; use transformers.")
-    from headfold.kernels import attention
+    if engine == "headfold":
+        from headfold.kernels.attention import ATTN_IMPLEMENTATION, register_attention
 
-    attention.register()
-    return "headfold"
+        register_attention()
+        return ATTN_IMPLEMENTATION
+    return "sdpa"
 
 
 def load_model(path: Path, place: Placement) -> transformers.PreTrainedModel:

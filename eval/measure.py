@@ -18,6 +18,7 @@ import transformers
 
 from headfold.convert.checkpoint import Checkpoint
 from headfold.convert.errors import RefusedError
+from headfold.kernels import KernelError
 
 from . import decode, loading
 from .corpus import ScoringPlan, plan_scoring
@@ -71,14 +72,9 @@ def evaluate(
     _refuse_unlike_models(paths, configs)
     limits = [config.max_position_embeddings for config in configs if getattr(config, "max_position_embeddings", None)]
     max_positions = min(limits, default=None)
-    notes: list[str] = []
-    contexts: list[int] = []
+    contexts, ladder_context, note = [], 0, None
     if settings.decode is not None:
-        contexts, too_long = decode.usable_contexts(settings.decode, max_positions)
-        notes += [
-            f"Decode at a context of {context} tokens was left out: the model has {max_positions} positions."
-            for context in too_long
-        ]
+        contexts, ladder_context, note = decode.usable_contexts(settings.decode, max_positions)
     tokenizers = []
     if settings.text or settings.tasks:
         tokenizers = [loading.load_tokenizer(path, place) for path in paths]
@@ -100,7 +96,10 @@ def evaluate(
     for group in [list(range(len(paths)))] if together else [[index] for index in range(len(paths))]:
         loaded = [loading.load_model(paths[index], place) for index in group]
         for index, model in zip(group, loaded, strict=True):
-            shape = decode.cache_shape(model, CACHE_TOKENS)
+            try:
+                shape = decode.cache_shape(model, CACHE_TOKENS)
+            except KernelError as error:
+                raise RefusedError(f"{paths[index]}: engine {settings.engine}: {error}") from error
             entries_per_token.append(shape.entries_per_token)
             models.append(_model_record(roles[index], checkpoints[index], records[index], model, shape))
         if plan is not None:
@@ -143,7 +142,7 @@ def evaluate(
             ladder = decode.measure_ladder(
                 pair,
                 settings.decode,
-                settings.decode.ladder_context or contexts[-1],
+                ladder_context,
                 points,
                 seed=settings.seed,
                 progress=_of_stage(progress, "concurrent sequences"),
@@ -172,7 +171,7 @@ def evaluate(
         ladder=ladder,
         tasks=tasks,
         training=training,
-        notes=notes,
+        notes=[note] if note else [],
         conditions=conditions,
     )
 

@@ -311,13 +311,13 @@ def _decode(report: Report) -> Section | None:
         return None
     labels, setup = _labels(report), report.decode_setup
     first, best = min(report.decode, key=lambda p: p.batch * p.context), headline_point(report.decode)
-    prefill = [point.first_token_speedup.median for point in report.decode]
+    prefill = sorted({f"{point.first_token_speedup.median:.2f}" for point in report.decode}, key=float)
     lead = [
         "A single forward pass gains nothing from fewer KV heads beyond their smaller projections: it computes, and "
-        f"so do scoring text and the time to first token ({min(prefill):.2f} to {max(prefill):.2f} times as fast "
-        "here). The gain is in decoding, where every step reads the whole cache, and it grows with batch and "
-        f"context: {first.speedup.median:.2f} times as fast at {_point(first)}, {best.speedup.median:.2f} times at "
-        f"{_point(best)}."
+        f"so do scoring text and the time to first token ({' to '.join(prefill[:: max(len(prefill) - 1, 1)])} times as "
+        "fast here). The gain is in decoding, where every step reads the whole cache, so that it grows with batch and "
+        f"context. Here decoding was {first.speedup.median:.2f} times as fast at {_point(first)}, and "
+        f"{best.speedup.median:.2f} times at {_point(best)}."
     ]
     if report.conditions.device == "cpu":
         lead.append("These are times of a CPU, and no statement about GPUs, where other limits hold.")
