@@ -11,7 +11,6 @@ torch is imported only where tensors are, so that copying can start before it.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 import os
 import re
@@ -42,6 +41,7 @@ from headfold.convert.header import (
     TensorSpec,
     dtype_name,
     encode_header,
+    encode_json,
     read_header,
     read_json_object,
     torch_dtype,
@@ -136,7 +136,12 @@ def load_config(path: str | Path) -> dict[str, Any]:
     if not (directory / "config.json").exists():
         raise CheckpointError(f"{directory}: no config.json; not a Hugging Face checkpoint")
     config = read_json_object(_contained(directory / "config.json", directory))
-    if not isinstance(config.get("model_type"), str):
+    nested = config.get("text_config")
+    types = [
+        config.get("model_type"),
+        *([nested["model_type"]] if isinstance(nested, dict) and "model_type" in nested else []),
+    ]
+    if not all(isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name) for name in types):
         raise CheckpointError(f"{directory / 'config.json'}: no model_type, so the kind of model is not known")
     return config
 
@@ -263,9 +268,11 @@ def _weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{path}: no weight_map in it")
     for name, file in weight_map.items():
-        plain = isinstance(file, str) and file == os.path.basename(file) and "\\" not in file and "\0" not in file
-        if not plain or file in ("", ".", "..") or not file.endswith((".safetensors", ".bin")):
-            raise CheckpointError(f"{path}: {name} is said to be in {file!r}, which is no file of this directory")
+        plain = isinstance(file, str) and re.fullmatch(r"[\w.-][\w. -]*", file)
+        if not plain or not name.isprintable() or not file.endswith((".safetensors", ".bin")):
+            raise CheckpointError(
+                f"{path}: {name[:200]!a} is said to be in {ascii(file)[:200]}, which is no file of this directory"
+            )
     return weight_map
 
 
@@ -294,7 +301,7 @@ def _compare_total_size(directory: Path, index: dict[str, Any], index_file: str,
     actual = checkpoint.total_bytes()
     if stated is None or stated == actual or checkpoint.is_pickled:  # .bin files share the storage of tied tensors
         return []
-    return [f"{directory / index_file}: total_size is {stated}, but the tensors take {actual} bytes"]
+    return [f"{directory / index_file}: total_size is {ascii(stated)[:40]}, but the tensors take {actual} bytes"]
 
 
 def _no_weights(directory: Path, names: list[str]) -> str:
@@ -510,7 +517,7 @@ class CheckpointWriter:
         self._write_json("config.json", config)
         self._write_json(RECORD_FILE, record)
         card = self.source.path / CARD_FILE
-        old_card = card.read_text("utf-8", errors="surrogateescape") if card.is_file() else None
+        old_card = card.read_bytes().decode("utf-8", errors="surrogateescape") if card.is_file() else None
         with io_errors(self.partial / CARD_FILE, "write"):
             text = amended_card(old_card, record)
             (self.partial / CARD_FILE).write_bytes(text.encode("utf-8", errors="surrogateescape"))
@@ -533,7 +540,7 @@ class CheckpointWriter:
 
     def _write_json(self, file: str, value: Mapping[str, Any]) -> None:
         with io_errors(self.partial / file, "write"):
-            (self.partial / file).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+            (self.partial / file).write_bytes(encode_json(value, indent=2) + b"\n")
 
     def _sync(self) -> None:
         for path in self.partial.rglob("*"):

@@ -119,12 +119,21 @@ def parse_json_object(data: bytes, place: str) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_refuse_duplicates)
     except _DuplicateKey as error:
-        raise CheckpointError(f"{place}: the key {error.key!r} stands there twice") from error
+        raise CheckpointError(f"{place}: the key {error.key[:200]!a} stands there twice") from error
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, numbers too long, nested too deep
         raise CheckpointError(f"{place}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{place}: not a JSON object but {type(value).__name__}")
     return value
+
+
+def encode_json(value: Mapping[str, Any], indent: int | None = None) -> bytes:
+    """JSON in UTF-8, in the order of its keys. What UTF-8 cannot hold (lone surrogates) stays escaped, as it came."""
+    separators = (",", ":") if indent is None else None
+    try:
+        return json.dumps(value, indent=indent, separators=separators, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return json.dumps(value, indent=indent, separators=separators).encode()
 
 
 class _DuplicateKey(Exception):
@@ -185,13 +194,15 @@ def _entry(path: Path, shard: str, name: str, value: Any, data_start: int) -> Te
     """One entry of a header, its types and size checked."""
 
     def bad(what: str) -> CheckpointError:
-        return CheckpointError(f"{path}: {name[:200]!r}: {what}")
+        return CheckpointError(f"{path}: {name[:200]!a}: {what}")
 
+    if not name or not name.isprintable():
+        raise bad("the name of a tensor holds characters that cannot be printed")
     if not isinstance(value, dict) or not value.keys() >= {"dtype", "shape", "data_offsets"}:
         raise bad("dtype, shape or data_offsets is missing")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
-        raise bad(f"its dtype {str(dtype)[:40]!r} is not known")
+        raise bad(f"its dtype {ascii(dtype)[:40]} is not known")
     if not _is_size_list(shape) or len(shape) > _MAX_DIMENSIONS:
         raise bad("its shape is not a list of sizes")
     if not _is_size_list(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
@@ -214,7 +225,7 @@ def encode_header(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> t
         offsets = [position, position + spec.nbytes]
         header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
         position = offsets[1]
-    data = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    data = encode_json(header)
     data += b" " * (-len(data) % 8)
     starts = {spec.name: 8 + len(data) + header[spec.name]["data_offsets"][0] for spec in specs}
     return len(data).to_bytes(8, "little") + data, starts

@@ -250,9 +250,10 @@ def _first_line(error: Exception) -> str:
 def render_plan(result: Plan) -> str:
     """The plan as plain text: a line of facts, and a table with one row per number of KV heads."""
     lines = [
-        f"{result.model}: {result.model_type}, {result.num_layers} layers, {result.num_attention_heads} query heads on "
-        f"{result.num_key_value_heads} KV heads of {result.head_dim}, {_count(result.num_parameters)} parameters "
-        f"(from {result.parameters_from})",
+        f"{result.model}: {result.model_type}, {_count(result.num_parameters)} parameters, counted from "
+        f"{result.parameters_from}",
+        f"{result.num_layers} layers, {result.num_attention_heads} query heads on {result.num_key_value_heads} KV heads, "
+        f"head_dim {result.head_dim}",
         f"KV cache in {result.cache_dtype}"
         + (f", {result.sliding_window_layers} layers with a sliding window" if result.sliding_window_layers else ""),
         "",
@@ -288,8 +289,8 @@ def render_plan(result: Plan) -> str:
     lines += [
         "",
         "8 x 4096: the cache of 8 sequences of 4096 tokens.",
-        "tensor parallel: numbers of ranks among which the KV heads split evenly. With more ranks vLLM keeps copies of "
-        "them, and transformers' own tensor parallelism fails.",
+        "tensor parallel: numbers of ranks among which the KV heads split evenly.",
+        "With more ranks vLLM keeps copies of KV heads, and transformers' own tensor parallelism fails.",
     ]
     return "\n".join(lines)
 

@@ -118,7 +118,7 @@ def _refuse_unsupported(config: dict[str, Any], text: dict[str, Any], model_type
         settings = config.get("quantization_config") or text.get("quantization_config") or {}
         method = settings.get("quant_method") if isinstance(settings, dict) else None
         raise RefusedError(
-            f"{model_type}: the weights are quantised ({method or 'quantization_config'}); "
+            f"{model_type}: the weights are quantised ({ascii(method)[:40]}); "
             "convert the unquantised checkpoint and quantise the result"
         )
     if config.get("is_encoder_decoder"):
@@ -155,13 +155,13 @@ def _per_layer(text: dict[str, Any], field: str, layer: int) -> int | None:
     if value is None:
         return None
     if type(value) is not int or value <= 0:
-        raise CheckpointError(f"config.json: {field} is {value!r}, not a positive number")
+        raise CheckpointError(f"config.json: {field} is {ascii(value)[:40]}, not a positive number")
     return value
 
 
 def _count(text: dict[str, Any], field: str, model_type: str) -> int:
     value = text.get(field)
     if type(value) is not int or value <= 0 or value > 1_000_000:
-        found = "is missing" if field not in text else f"is {str(value)[:40]!r}, not a positive number"
+        found = "is missing" if field not in text else f"is {ascii(value)[:40]}, not a positive number"
         raise CheckpointError(f"config.json: {model_type}: {field} {found}")
     return value

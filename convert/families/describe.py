@@ -265,5 +265,5 @@ def _rotary(config: AttentionConfig, family: Family, layer: int, head_dim: int) 
         share = parameters.get("partial_rotary_factor", share)
     share = family.partial_rotary if share is None else share
     if isinstance(share, bool) or not isinstance(share, (int, float)) or not 0 < share <= 1:
-        raise CheckpointError(f"config.json: partial_rotary_factor is {share!r}, not a share between 0 and 1")
+        raise CheckpointError(f"config.json: partial_rotary_factor is {ascii(share)[:40]}, not a share between 0 and 1")
     return Rotary(family.rotary, int(head_dim * share))

@@ -184,7 +184,7 @@ def test_a14_unsupported_configs_are_refused(config):
     [
         ({"num_attention_heads": None}, "without num_attention_heads"),
         ({"hidden_size": "48"}, "hidden_size is '48', not a positive number"),
-        ({"num_hidden_layers": None}, "num_hidden_layers is 'None'"),
+        ({"num_hidden_layers": None}, "num_hidden_layers is None"),
         ({"num_hidden_layers": 3}, "layer 2 has no self_attn.k_proj.weight"),
         ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
         ({"num_key_value_heads": -6}, "num_key_value_heads is -6"),
