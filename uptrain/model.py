@@ -43,7 +43,7 @@ class CausalModel(nn.Module):
         """Hidden states (B, T, E) of input_ids (B, T). position_ids (B, T) that restart isolate documents."""
         shape = input_ids.shape
         if self.flatten_rows and position_ids is not None:
-            input_ids, position_ids = input_ids.view(1, -1), position_ids.view(1, -1)
+            input_ids, position_ids = input_ids.reshape(1, -1), position_ids.reshape(1, -1)
         # Only without a cache and an attention mask does transformers look for restarts in position_ids.
         output = self.model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
         self._given.output_type = type(output)

@@ -14,6 +14,9 @@ import json
 import os
 import re
 import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -92,7 +95,8 @@ class StateDirectory:
         final = self._saves / f"step-{position.step:08d}"
         aside = final.with_suffix(".partial")
         try:
-            dcp.save(tensors, checkpoint_id=aside, no_dist=accelerator.num_processes == 1)
+            with _without_notes():
+                dcp.save(tensors, checkpoint_id=aside, no_dist=accelerator.num_processes == 1)
         except (CheckpointException, OSError) as error:
             raise HeadfoldError(f"{final}: cannot be saved ({_cause(error)}); {self.advice()}") from error
         if accelerator.is_main_process:
@@ -131,7 +135,8 @@ class StateDirectory:
     def load(self, save: Path, tensors: dict[str, torch.Tensor], accelerator: Accelerator) -> None:
         """Read a save into tensors that exist, in place."""
         try:
-            dcp.load(tensors, checkpoint_id=save, no_dist=accelerator.num_processes == 1)
+            with _without_notes():
+                dcp.load(tensors, checkpoint_id=save, no_dist=accelerator.num_processes == 1)
         except (CheckpointException, OSError, RuntimeError, ValueError, KeyError) as error:
             raise HeadfoldError(
                 f"{save}: cannot be read ({_cause(error)}); remove it to go on from an earlier one"
@@ -157,6 +162,14 @@ def training_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict
         tensors[f"weights.{name}"] = parameter.detach()
         tensors.update({f"optimizer.{key}.{name}": value for key, value in state.items()})
     return tensors
+
+
+@contextmanager
+def _without_notes() -> Iterator[None]:
+    """torch.distributed.checkpoint warns of a single process even where it is asked for one."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _write_aside(path: Path, text: str) -> None:

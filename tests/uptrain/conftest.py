@@ -147,30 +147,28 @@ def worker_environment() -> dict[str, str]:
     return {**keep, "OMP_NUM_THREADS": "1", "PYTHONSAFEPATH": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def worker_command(job: Path, num_processes: int = 1) -> list[str]:
+def worker_command(jobs: Path, num_processes: int = 1) -> list[str]:
     if num_processes == 1:
-        return [sys.executable, str(WORKER), str(job)]
+        return [sys.executable, str(WORKER), str(jobs)]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_processes)]
-    return [sys.executable, *launcher, str(WORKER), str(job)]
+    return [sys.executable, *launcher, str(WORKER), str(jobs)]
 
 
-def write_job(path: Path, settings: UptrainSettings, student: Path, output: Path, **options: Any) -> Path:
-    """A job for worker.py: `options` are arguments of `uptrain` and faults to inject."""
-    job = {
-        "settings": settings.model_dump(mode="json"),
-        "student": str(student),
-        "output": str(output),
-        **{key: str(value) if isinstance(value, Path) else value for key, value in options.items()},
-    }
-    path.write_text(json.dumps(job), encoding="utf-8")
-    return path
+def job(settings: UptrainSettings, student: Path, output: Path, **options: Any) -> dict[str, Any]:
+    """A job for worker.py; `options` are a teacher, a fault to inject, a file for gradients."""
+    paths = {"student": student, "output": output, **options}
+    plain = {key: str(value) if isinstance(value, Path) else value for key, value in paths.items()}
+    return {"settings": settings.model_dump(mode="json"), **plain}
 
 
-def run_worker(job: Path, num_processes: int = 1, *, check: bool = True) -> subprocess.CompletedProcess[str]:
-    """Train in other processes and wait for them."""
-    done = subprocess.run(
-        worker_command(job, num_processes), env=worker_environment(), capture_output=True, text=True, timeout=300
-    )
+def run_worker(
+    jobs: list[dict[str, Any]], folder: Path, num_processes: int = 1, *, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    """Train in other processes, job after job, and wait for them."""
+    file = folder / "jobs.json"
+    file.write_text(json.dumps(jobs), encoding="utf-8")
+    command = worker_command(file, num_processes)
+    done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=300)
     if check:
         assert done.returncode == 0, done.stderr
     return done
