@@ -252,7 +252,7 @@ def render_plan(result: Plan) -> str:
     lines = [
         f"{result.model}: {result.model_type}, {_count(result.num_parameters)} parameters, counted from "
         f"{result.parameters_from}",
-        f"{result.num_layers} layers, {result.num_attention_heads} query heads on {result.num_key_value_heads} KV heads, "
+        f"{result.num_layers} layers, {result.num_attention_heads} query heads, {result.num_key_value_heads} KV heads, "
         f"head_dim {result.head_dim}",
         f"KV cache in {result.cache_dtype}"
         + (f", {result.sliding_window_layers} layers with a sliding window" if result.sliding_window_layers else ""),
