@@ -699,6 +699,7 @@ def other_files(directory: Path, shards: Collection[str]) -> tuple[list[str], li
 
 def refuse_output(source: Path, output: Path, *, force: bool) -> None:
     """Raises RefusedError if `output` cannot be written: it exists, or it and the source are inside one another."""
+    source, output = Path(os.path.abspath(source)), Path(os.path.abspath(output.expanduser()))
     if _same(output, source):
         raise RefusedError(f"{output}: the output is the input itself; choose another directory")
     if any(_same(parent, source) for parent in output.parents):

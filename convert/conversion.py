@@ -25,6 +25,7 @@ from headfold.convert.checkpoint import (
     CheckpointWriter,
     load_config,
     other_files,
+    refuse_output,
     resolve_model,
 )
 from headfold.convert.errors import RefusedError
@@ -32,6 +33,7 @@ from headfold.convert.families import AttentionLayer, HeadNorm, Projection, atte
 from headfold.convert.families import with_num_key_value_heads as edited_config
 from headfold.convert.header import read_json_object
 from headfold.convert.settings import ConvertSettings, Grouping, Method
+from headfold.convert.texts import read_documents, text_fingerprint
 from headfold.kernels.cache import kv_cache_bytes
 
 if TYPE_CHECKING:
@@ -41,6 +43,9 @@ if TYPE_CHECKING:
 
 _BLOCK_BYTES = 1 << 24
 """Heads are merged in blocks of about this size, so that memory does not grow with the model."""
+
+_CALIBRATION_TOKENS = 65536
+_CALIBRATION_WINDOW = 512
 
 _CACHE_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -79,7 +84,7 @@ class ConversionReport(BaseModel):
             f"   ({self.num_layers} layers, {_counts(self.num_attention_heads)} query heads, method {self.method})",
             f"  KV cache per token   {self.cache_bytes_per_token_before:,} -> {self.cache_bytes_per_token:,} bytes"
             f"   ({share:.3g} % less, {self.cache_dtype})",
-            f"  weights              {self.weight_bytes_before / 1e9:.3f} -> {self.weight_bytes / 1e9:.3f} GB"
+            f"  weights              {self.weight_bytes_before / 1e9:.4g} -> {self.weight_bytes / 1e9:.4g} GB"
             f"   in {self.seconds:.1f} s",
             f"  tensor parallel      {sizes} ranks split the KV heads evenly; with more, vLLM keeps copies of them and "
             "transformers' own tensor parallelism fails",
@@ -132,25 +137,37 @@ def convert_checkpoint(
     layers = describe(checkpoint)
     refuse_count([layer.num_key_value_heads for layer in layers], num_key_value_heads)
     _, left_out = other_files(checkpoint.path, checkpoint.shards())
+    refuse_output(checkpoint.path, Path(output).absolute(), force=force)
     shapes = changed_shapes(checkpoint, layers, num_key_value_heads)
 
-    if settings.method in ("fold", "aligned"):
-        updates = _calibrated(checkpoint, layers, settings)
+    windows = None
+    if settings.calibration is not None and shapes:
+        windows = _calibration_windows(checkpoint, settings)
         written = {name for layer in layers for name in _attention_tensors(checkpoint, layer)} - _dropped(shapes)
     else:
-        updates = None
         written = shapes.keys() - _dropped(shapes)
     statistics: list[dict[str, Any]] = []
     with CheckpointWriter(checkpoint, output, shapes=shapes, force=force, progress=progress) as writer:
         writer.copy_unwritten(expected=written)
-        if updates is not None:
-            for layer, tensors, layer_statistics in updates:
+        if windows is not None:
+            from headfold.convert.calibrate import fold_layers
+
+            for layer, tensors, layer_statistics in fold_layers(
+                checkpoint,
+                layers,
+                windows,
+                num_key_value_heads=num_key_value_heads,
+                method=settings.method,
+                grouping=settings.grouping,
+                seed=settings.seed,
+                trust_remote_code=settings.trust_remote_code,
+            ):
                 for name, tensor in tensors.items():
                     writer.write(name, tensor)
                 statistics.append({"layer": layer.index, **layer_statistics})
         elif shapes:
             _merge_weights(checkpoint, layers, settings, writer)
-        record = _record(model, revision, checkpoint, layers, settings, statistics)
+        record = _record(model, revision, checkpoint, layers, settings, windows, statistics)
         writer.finish(edited_config(checkpoint.config, num_key_value_heads), record)
         weight_bytes = writer.total_bytes
     return _report(model, output, checkpoint, layers, settings, weight_bytes, left_out, statistics, started)
@@ -321,12 +338,22 @@ def _merge_norm(
             writer.write(name, merged.reshape(-1) if norm.kind == "flat" else merged)
 
 
-def _calibrated(
-    checkpoint: Checkpoint, layers: list[AttentionLayer], settings: ConvertSettings
-) -> Iterator[tuple[AttentionLayer, dict[str, torch.Tensor], dict[str, Any]]]:
-    from headfold.convert.calibrate import fold_layers
+def _calibration_windows(checkpoint: Checkpoint, settings: ConvertSettings) -> torch.Tensor:
+    """Token ids (windows, tokens) of the calibration text, by the checkpoint's own tokenizer."""
+    from transformers import AutoTokenizer
 
-    raise NotImplementedError(fold_layers)
+    from headfold.convert.windows import calibration_windows
+
+    assert settings.calibration is not None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=settings.trust_remote_code)
+    except Exception as error:  # whatever a missing or damaged tokenizer makes transformers raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RefusedError(f"{checkpoint.path}: no tokenizer for the calibration text ({reason[:200]})") from error
+    context = attention_config(checkpoint.config).text.get("max_position_embeddings")
+    length = min(_CALIBRATION_WINDOW, context) if isinstance(context, int) else _CALIBRATION_WINDOW
+    num_tokens = settings.calibration_tokens or _CALIBRATION_TOKENS
+    return calibration_windows(read_documents(settings.calibration), tokenizer, num_tokens=num_tokens, length=length)
 
 
 def _record(
@@ -335,9 +362,18 @@ def _record(
     checkpoint: Checkpoint,
     layers: list[AttentionLayer],
     settings: ConvertSettings,
+    windows: torch.Tensor | None,
     statistics: list[dict[str, Any]],
 ) -> dict[str, Any]:
     """The contents of headfold.json."""
+    calibration = None
+    if settings.calibration is not None and windows is not None:
+        calibration = {
+            "source": settings.calibration,
+            "sha256": text_fingerprint(settings.calibration),
+            "windows": windows.shape[0],
+            "window_tokens": windows.shape[1],
+        }
     from_hub = not Path(model).expanduser().is_dir()
     source: dict[str, Any] = {
         "name": str(model),
@@ -353,7 +389,7 @@ def _record(
         "method": settings.method,
         "grouping": settings.grouping,
         "seed": settings.seed,
-        "calibration": None,
+        "calibration": calibration,
         "num_attention_heads": _one_or_all([layer.num_attention_heads for layer in layers]),
         "num_key_value_heads": {
             "before": _one_or_all([layer.num_key_value_heads for layer in layers]),

@@ -18,6 +18,7 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _QUANTISED_NAMES = re.compile(
     r".*\.(qweight|qzeros|scales|g_idx|weight_scale\w*|weight_packed|SCB|absmax|quant_state.*)$"
 )
+_KEYS_OR_VALUES = re.compile(r".*\b(k|v|kv)_proj\.weight")
 # Tensors that old checkpoints carry and that nothing reads.
 _BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "bias_mask")
 _OUTPUTS = ("o_proj", "out_proj", "dense")
@@ -34,7 +35,10 @@ def describe(checkpoint: Checkpoint) -> list[AttentionLayer]:
     _refuse_quantised(checkpoint, config)
     prefix, layers = _find_layers(checkpoint, config)
     family = config.family or _recognise(checkpoint, config, f"{prefix}{layers[0]}.self_attn.")
-    return [_layer(checkpoint, config, family, prefix, index) for index in layers]
+    described = [_layer(checkpoint, config, family, prefix, index) for index in layers]
+    if config.family is None:
+        _refuse_other_heads(checkpoint, config, described)
+    return described
 
 
 def _refuse_quantised(checkpoint: Checkpoint, config: AttentionConfig) -> None:
@@ -106,6 +110,16 @@ def _recognise(checkpoint: Checkpoint, config: AttentionConfig, module: str) -> 
         shape = checkpoint.tensors[f"{module}{k_norm}.weight"].shape
         kind = "per_head" if len(shape) == 2 else "shared" if shape == (config.head_dim[0],) else "flat"
     return Family(rotary="unknown", output=output, norm=kind, q_norm=q_norm, k_norm=k_norm, is_hybrid=True)
+
+
+def _refuse_other_heads(checkpoint: Checkpoint, config: AttentionConfig, layers: list[AttentionLayer]) -> None:
+    """Cross-attention and the like: more K and V heads, whose number the same field of the config may set."""
+    known = {projection.weight for layer in layers for projection in (layer.k, layer.v)}
+    others = [name for name in checkpoint.tensors if _KEYS_OR_VALUES.fullmatch(name) and name not in known]
+    if config.is_nested:
+        others = [name for name in others if "language_model." in name]
+    if others:
+        raise RefusedError(f"{config.model_type}: cannot be converted: {others[0]} belongs to no self-attention layer")
 
 
 def _class_has_kv_field(config: AttentionConfig) -> bool:

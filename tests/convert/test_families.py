@@ -10,6 +10,7 @@ import json
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from headfold.convert import convert_checkpoint
 from headfold.convert.checkpoint import Checkpoint
@@ -137,6 +138,47 @@ def test_undeclared_family_is_recognised_from_names_and_shapes(tiny, llama, tmp_
     converted = json.loads((tmp_path / "out" / "config.json").read_text())
     (tmp_path / "out" / "config.json").write_text(json.dumps({**converted, "model_type": "llama"}))
     assert tiny.load(tmp_path / "out").config.num_key_value_heads == 2
+
+
+def test_undeclared_family_with_cross_attention_is_refused(tiny, llama):
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "model_type": "someones_own"}))
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.cross_attn.k_proj.weight"] = torch.ones(72, 48)
+    save_file(tensors, llama / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match=r"cross_attn\.k_proj\.weight belongs to no self-attention layer"):
+        describe(Checkpoint.open(llama))
+
+
+def test_the_text_tower_of_a_multimodal_model(tiny, tmp_path):
+    from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration
+
+    vision = CLIPVisionConfig(
+        hidden_size=24,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        image_size=28,
+        patch_size=14,
+        projection_dim=24,
+    )
+    config = LlavaConfig(vision_config=vision, text_config=tiny.tiny_config("llama"), image_token_index=60)
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path / "in")
+    for num_new in (6, 2):
+        convert_checkpoint(tmp_path / "in", tmp_path / str(num_new), num_key_value_heads=num_new)
+        converted, info = LlavaForConditionalGeneration.from_pretrained(
+            tmp_path / str(num_new), output_loading_info=True
+        )
+        assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+        assert 6 * tiny.cached_bytes(converted) == num_new * tiny.cached_bytes(model)
+        if num_new == 6:
+            assert torch.equal(tiny.logits(converted), tiny.logits(model))
+        written = json.loads((tmp_path / str(num_new) / "config.json").read_text())
+        assert written["text_config"]["num_key_value_heads"] == num_new and "num_key_value_heads" not in written
+        for name, parameter in model.model.vision_tower.named_parameters():
+            assert torch.equal(converted.model.vision_tower.get_parameter(name), parameter)
 
 
 def test_undeclared_family_without_the_field_is_refused(llama):
