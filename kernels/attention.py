@@ -7,6 +7,7 @@ D head_dim.
 from __future__ import annotations
 
 import functools
+import importlib.util
 import os
 import sys
 from typing import Any
@@ -22,16 +23,14 @@ ATTN_IMPLEMENTATION = "headfold"
 MAX_HEAD_DIM = 256  # that the kernels hold in registers
 
 
-@functools.cache
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Triton looks at this when it is imported, once for all.
+_IS_INTERPRETED = _HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def runs_triton(device_type: str) -> bool:
     """Whether `gqa_decode` runs its Triton kernels on such a device: GPUs, and with TRITON_INTERPRET=1 the CPU."""
-    if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
-        return False
-    try:
-        from . import decode
-    except ImportError:
-        return False
-    return decode.is_interpreted() if device_type == "cpu" else device_type == "cuda"
+    return (_HAS_TRITON and device_type == "cuda") or (_IS_INTERPRETED and device_type == "cpu")
 
 
 def gqa_decode(

@@ -475,7 +475,7 @@ class PagedKVCache(KVCache):
             self.block_table[index] = part_table
 
     def _set_row(self, row: int, pages: list[int], length: int) -> None:
-        self.pages[row] = pages
+        self.pages[row][:] = pages
         self._lengths[row] = length
         self.lengths[row] = length
         self._write_table(row)

@@ -175,6 +175,14 @@ def _key_ptrs(
 
 
 @triton.jit
+def _tanh(x):
+    """1 - 2 / (exp(2 x) + 1), which saturates where exp overflows; near 0, where that cancels, a polynomial."""
+    square = x * x
+    small = ((1.57394409e-2 * square - 5.23025580e-2) * square + 1.33152077e-1) * square - 3.33327681e-1
+    return tl.where(tl.abs(x) < 0.55, x + x * square * small, 1 - 2 / (tl.exp2(x * (2 * _LOG2_E)) + 1))
+
+
+@triton.jit
 def _finish(total, max_2, sinks_ptr, h, mask):
     """What to multiply the accumulated output with, and the natural-log LSE, sink included.
 
@@ -311,9 +319,8 @@ def _attend(
         q = q.to(tl.float32) * tl.load(channel_ptrs, mask=mask_d, other=0.0)[None, :]
         if IS_INT4:
             q_high = q_high.to(tl.float32) * tl.load(channel_ptrs + STORED_D, mask=mask_d, other=0.0)[None, :]
-    # Logits are kept in base 2: exp(x) = exp2(x log2 e). A cap comes before, so that its factor then comes after it.
-    to_base_2 = _LOG2_E if softcap is None else 2 * _LOG2_E / softcap
-    logit_scale = tl.full([BLOCK_M], softmax_scale * to_base_2, tl.float32)
+    # Logits are kept in base 2: exp(x) = exp2(x log2 e). A cap comes first.
+    logit_scale = tl.full([BLOCK_M], softmax_scale * (_LOG2_E if softcap is None else 1 / softcap), tl.float32)
     if NORMALISE_Q:
         q = q.to(tl.float32)
         largest = tl.max(tl.abs(q), 1)
@@ -384,8 +391,7 @@ def _attend(
             logits *= tl.load(ptrs, mask=mask_n, other=0.0)[None, :]
         logits *= logit_scale[:, None]
         if softcap is not None:
-            # tanh(x) = 1 - 2 / (exp(2 x) + 1), which saturates where exp overflows.
-            logits = softcap * _LOG2_E * (1 - 2 / (tl.exp2(logits) + 1))
+            logits = _tanh(logits) * (softcap * _LOG2_E)
         logits = tl.where(mask_n[None, :], logits, -_INF)
 
         new_max = tl.maximum(max_2, tl.max(logits, 1))
@@ -531,10 +537,9 @@ def dot_dtype(q_dtype: torch.dtype, cache_dtype: str) -> torch.dtype:
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-@functools.cache
 def is_interpreted() -> bool:
     """Whether Triton was imported with TRITON_INTERPRET=1: then the kernels run in numpy, on CPU tensors."""
-    return type(_attend).__name__ == "InterpretedFunction"
+    return not isinstance(_attend, triton.JITFunction)
 
 
 @functools.cache
