@@ -46,6 +46,7 @@ class RunDirectory:
         self.uptrained = path / "uptrained"
         self.training_state = path / "uptrained.state"
         self.former = path / "uptrained.former"
+        self.measurements = path / "eval" / "report.json"
         self.report = path / "report.json"
         self.recipe_file = path / RECIPE_FILE
         self._file = path / RUN_FILE
@@ -186,9 +187,8 @@ def _set_aside(run: RunDirectory) -> None:
 
 
 def evaluate(run: RunDirectory, say: Say, progress: Callable[[str, int, int], None]) -> None:
-    """The measuring stage: the source, converted/ and uptrained/ -> report.json, report.md, report.html."""
+    """The measuring stage: the source, converted/ and uptrained/ -> eval/report.json."""
     from headfold.eval import evaluate as measure
-    from headfold.eval import write_report
 
     settings = run.recipe.eval
     source = resolve_model(run.recipe.model, run.recipe.revision)
@@ -197,27 +197,36 @@ def evaluate(run: RunDirectory, say: Say, progress: Callable[[str, int, int], No
         "text": [text_fingerprint(text, split=settings.text_split) for text in settings.text],
         "settings": settings.model_dump(mode="json"),
     }
-    if run.is_complete("eval", inputs, run.report):
-        say(f"eval: {run.report} is complete and its inputs are unchanged; skipped")
+    if run.is_complete("eval", inputs, run.measurements):
+        say(f"eval: {run.measurements} is complete and its inputs are unchanged; skipped")
         return
     say("eval: measuring the model before, after converting and after uptraining")
     with run.stage("eval", inputs):
         metrics = run.training_state / "metrics.jsonl"
         report = measure(source, [run.converted, run.uptrained], settings, training_metrics=metrics, progress=progress)
-        write_report(report, run.path)
+        run.measurements.parent.mkdir(parents=True, exist_ok=True)
+        _replace(run.measurements, report.model_dump_json(indent=2) + "\n")
+
+
+def report(run: RunDirectory) -> None:
+    """Renders the measurements: report.json, report.md, report.html and model_card.md in the run's directory."""
+    from headfold.eval import write_report
+    from headfold.eval.schema import read_report
+
+    write_report(read_report(run.measurements), run.path)
 
 
 def summary(run: RunDirectory) -> str:
     """The report's verdict, and where to read more."""
-    report = json.loads(run.report.read_text(encoding="utf-8"))
-    return f"{report['verdict']}\nReport: {run.report.with_suffix('.html')}"
+    verdict = json.loads(run.report.read_text(encoding="utf-8"))["verdict"]
+    return f"{verdict}\nReport: {run.report.with_suffix('.html')}"
 
 
 def check_gates(run: RunDirectory) -> None:
     """Raises HeadfoldError (exit code 1) where the report falls short of what the recipe demands."""
-    report = json.loads(run.report.read_text(encoding="utf-8"))
+    measured = json.loads(run.report.read_text(encoding="utf-8"))
     gates = run.recipe.gates
-    share = report["recovered_share"]
+    share = measured["recovered_share"]
     if gates.min_recovered_share is not None and (share is None or share < gates.min_recovered_share):
         raise HeadfoldError(
             f"gate failed: uptraining won back {share if share is None else format(share, '.1%')} of the lost loss, "
@@ -225,7 +234,7 @@ def check_gates(run: RunDirectory) -> None:
         )
     if gates.max_perplexity_ratio is None:
         return
-    ratio = report["perplexity"]["after"] / report["perplexity"]["before"]
+    ratio = measured["perplexity"]["after"] / measured["perplexity"]["before"]
     if ratio > gates.max_perplexity_ratio:
         raise HeadfoldError(
             f"gate failed: perplexity after / before is {ratio:.3f}, the recipe allows "

@@ -199,6 +199,7 @@ def run(
     _convert_and_train(directory)
     with ProgressBar("steps") as progress:
         pipeline.evaluate(directory, _say, progress)
+    pipeline.report(directory)
     print(pipeline.summary(directory))
     pipeline.check_gates(directory)
 

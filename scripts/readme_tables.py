@@ -1,7 +1,7 @@
 """Writes the README's tables from the results kept in docs/results/.
 
-    python scripts/readme_tables.py            # rewrites README.md
-    python scripts/readme_tables.py --check    # exit code 1 where a table is not what the results say
+python scripts/readme_tables.py            # rewrites README.md
+python scripts/readme_tables.py --check    # exit code 1 where a table is not what the results say
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from headfold.convert.checkpoint import io_errors, sync_directory
 from headfold.convert.errors import RefusedError
-from headfold.convert.files import io_errors, sync_directory
 from headfold.convert.texts import DocumentStream, read_documents, text_fingerprint
 
 IGNORED = -100

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from headfold.uptrain.schedule import Schedule
 
@@ -151,6 +151,12 @@ class UptrainSettings(BaseModel):
         description="transformers' attn_implementation, e.g. sdpa, flash_attention_2, flex_attention, eager. "
         "Default: transformers' choice for the model.",
     )
+
+    @field_validator("mixed_precision", mode="before")
+    @classmethod
+    def _bare_no(cls, value: Any) -> Any:
+        # YAML 1.1 reads a bare `no` as false.
+        return "no" if value is False else value
 
     @model_validator(mode="after")
     def _check(self) -> UptrainSettings:

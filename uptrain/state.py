@@ -27,8 +27,8 @@ from accelerate import Accelerator
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
+from headfold.convert.checkpoint import io_errors, lock_directory, sync_directory
 from headfold.convert.errors import HeadfoldError, RefusedError
-from headfold.convert.files import io_errors, lock_directory, sync_directory
 
 _MARK = "complete.json"
 _SAVE = re.compile(r"step-\d{8,}")

@@ -42,6 +42,7 @@ def run_here(directory: Path, *overrides: str) -> list[str]:
     pipeline.convert(run, said.append, lambda done, total: None)
     pipeline.uptrain(run, said.append)
     pipeline.evaluate(run, said.append, lambda stage, done, total: None)
+    pipeline.report(run)
     pipeline.check_gates(run)
     return said
 
@@ -62,7 +63,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_run_leaves_what_the_design_promises(finished: Path) -> None:
-    for name in ("report.json", "report.md", "report.html", "run.json", "converted/headfold.json"):
+    for name in ("report.json", "report.md", "report.html", "eval/report.json", "run.json", "converted/headfold.json"):
         assert (finished / name).is_file(), name
     assert json.loads((finished / "uptrained" / "config.json").read_text())["num_key_value_heads"] == 2
     report = report_of(finished)
@@ -87,9 +88,9 @@ def test_what_is_complete_and_unchanged_is_skipped_and_only_that(finished: Path)
 
 
 def test_a_removed_output_is_made_again(finished: Path) -> None:
-    (finished / "report.json").unlink()
+    (finished / "eval" / "report.json").unlink()
     assert "eval" not in skipped(run_here(finished, "eval.seed=1", "uptrain.learning_rate=1e-4"))
-    assert (finished / "report.json").is_file()
+    assert (finished / "eval" / "report.json").is_file()
 
 
 def test_a_gate_that_is_missed_fails_the_run(finished: Path) -> None:
