@@ -13,12 +13,12 @@ Shape letters: B sequences, T tokens.
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import statistics
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ import torch
 import transformers
 
 from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.kernels import KernelError
 
 from .loading import available_bytes, text_config
 from .schema import DecodePoint, Ladder, Latency, Rung, Speed, Spread
@@ -86,22 +87,31 @@ class CacheShape:
 
 @torch.inference_mode()
 def cache_shape(model: transformers.PreTrainedModel, num_tokens: int) -> CacheShape:
-    """Layers, KV heads, head_dim, and the numbers that each of num_tokens tokens adds over all layers."""
-    layers: list[Any] = preallocated_cache(model, 1, num_tokens).layers
-    _, num_heads, _, head_dim = layers[0].keys.shape
+    """Layers, KV heads, head_dim, and the numbers that each of num_tokens tokens adds over all layers.
+
+    Raises RefusedError for a model whose cache is not keys and values of every token (a state-space layer, say), or
+    that the attention it was loaded with cannot serve.
+    """
+    try:
+        layers: list[Any] = preallocated_cache(model, 1, num_tokens).layers
+        _, num_heads, _, head_dim = layers[0].keys.shape
+    except (KernelError, AttributeError, TypeError, KeyError, NotImplementedError) as error:
+        raise RefusedError(f"{type(model).__name__} cannot run on a preallocated KV cache: {error}") from error
     entries = sum(layer.keys.numel() + layer.values.numel() for layer in layers)
     return CacheShape(len(layers), num_heads, head_dim, entries / num_tokens)
 
 
 def step(model: transformers.PreTrainedModel, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
     """Feeds tokens (B, T) after what the cache holds; returns the most likely next token (B, 1)."""
-    logits = model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{_cache_argument(model): cache}).logits
+    kind: Any = type(model)
+    logits = model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{_cache_argument(kind): cache}).logits
     return logits[:, -1:].argmax(-1)
 
 
-def _cache_argument(model: transformers.PreTrainedModel) -> str:
+@functools.cache
+def _cache_argument(model_class: Any) -> str:
     """transformers renamed past_key_values to cache in 5.x; models with code of their own may use either."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
 
 
 def _device(model: transformers.PreTrainedModel) -> torch.device:
@@ -115,7 +125,8 @@ def _clock(device: torch.device) -> float:
 
 
 @contextmanager
-def _no_garbage_collection():
+def _no_garbage_collection() -> Iterator[None]:
+    """Keeps the collector from running inside a timed step. Caches are freed without it."""
     gc.collect()
     gc.disable()
     try:
@@ -132,16 +143,15 @@ def run_once(model: transformers.PreTrainedModel, prompt: torch.Tensor, num_step
         torch.cuda.reset_peak_memory_stats(device)
     batch, context = prompt.shape
     cache = preallocated_cache(model, batch, context + num_steps)
-    with _no_garbage_collection():
-        start = _clock(device)
-        token = step(model, prompt, cache)
-        last = _clock(device)
-        first_token, steps = last - start, []
-        for _ in range(num_steps):
-            token = step(model, token, cache)
-            now = _clock(device)
-            steps.append(now - last)
-            last = now
+    start = _clock(device)
+    token = step(model, prompt, cache)
+    last = _clock(device)
+    first_token, steps = last - start, []
+    for _ in range(num_steps):
+        token = step(model, token, cache)
+        now = _clock(device)
+        steps.append(now - last)
+        last = now
     peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
     return Run(first_token, steps, cache_bytes(cache), peak)
 
@@ -172,17 +182,19 @@ def usable_contexts(settings: DecodeSettings, max_positions: int | None) -> tupl
 
     The third value says so where one was cut. Raises RefusedError where no context is left at all.
     """
-    longest = sys.maxsize if max_positions is None else max_positions - settings.new_tokens
+    contexts = sorted(set(settings.contexts))
+    ladder_context = settings.ladder_context or contexts[-1]
+    if max_positions is None:
+        return contexts, ladder_context, None
+    longest = max_positions - settings.new_tokens
     if longest < 1:
         raise RefusedError(
             f"decode.new_tokens: {settings.new_tokens} tokens leave no room for a context within the model's "
             f"{max_positions} positions; ask for fewer."
         )
-    asked = {*settings.contexts, settings.ladder_context or 1}
-    cut = ", ".join(f"{context:,}" for context in sorted(asked) if context > longest)
+    cut = ", ".join(f"{context:,}" for context in sorted({*contexts, ladder_context}) if context > longest)
     note = f"Decode contexts of {cut} tokens were cut to {longest:,}: the model has {max_positions:,} positions."
-    contexts = sorted({min(context, longest) for context in settings.contexts})
-    return contexts, min(settings.ladder_context or contexts[-1], longest), note if cut else None
+    return sorted({min(context, longest) for context in contexts}), min(ladder_context, longest), note if cut else None
 
 
 def _interleaved(models: Models, batch: int, context: int, settings: DecodeSettings, seed: int) -> list[list[Run]]:
@@ -190,13 +202,14 @@ def _interleaved(models: Models, batch: int, context: int, settings: DecodeSetti
     vocabulary = min(text_config(model).vocab_size for model in models)
     generator = torch.Generator().manual_seed(seed)
     prompt = torch.randint(vocabulary, (batch, context), generator=generator).to(_device(models[0]))
-    for model in models:
-        run_once(model, prompt, WARMUP_STEPS)
     runs: list[list[Run]] = [[] for _ in models]
-    for repetition in range(settings.repetitions):
-        order = list(range(len(models)))
-        for index in order if repetition % 2 == 0 else order[::-1]:
-            runs[index].append(run_once(models[index], prompt, settings.new_tokens))
+    with _no_garbage_collection():
+        for model in models:
+            run_once(model, prompt, WARMUP_STEPS)
+        for repetition in range(settings.repetitions):
+            order = list(range(len(models)))
+            for index in order if repetition % 2 == 0 else order[::-1]:
+                runs[index].append(run_once(models[index], prompt, settings.new_tokens))
     return runs
 
 

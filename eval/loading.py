@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-import os
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import transformers
 
-from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.checkpoint import RECORD_FILE
+from headfold.convert.errors import CheckpointError, RefusedError
 
 from .settings import EvalSettings
 
@@ -53,7 +54,7 @@ def _attention(engine: str) -> str:
 
 
 def load_model(path: Path, place: Placement) -> transformers.PreTrainedModel:
-    """The checkpoint's causal language model, ready for inference. Raises HeadfoldError if weights do not fit."""
+    """The checkpoint's causal language model, ready for inference. Raises CheckpointError if weights do not fit."""
     loader: Any = transformers.AutoModelForCausalLM
     with quiet():
         try:
@@ -66,11 +67,11 @@ def load_model(path: Path, place: Placement) -> transformers.PreTrainedModel:
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, KeyError, ImportError) as error:
-            raise HeadfoldError(f"{path}: transformers cannot load this model: {first_line(error)}") from error
+            raise CheckpointError(f"{path}: transformers cannot load this model: {first_line(error)}") from error
     # transformers fills what is missing with random numbers and goes on; a measurement must not.
     for kind in ("missing_keys", "mismatched_keys"):
         if keys := sorted(map(str, info[kind])):
-            raise HeadfoldError(f"{path}: {len(keys)} {kind.replace('_', ' ')} in its weights, {keys[0]} first.")
+            raise CheckpointError(f"{path}: {len(keys)} {kind.replace('_', ' ')} in its weights, {keys[0]} first.")
     return model.to(place.device).eval()
 
 
@@ -105,7 +106,7 @@ def load_config(path: Path, place: Placement) -> Any:
 def read_record(path: Path) -> dict[str, Any]:
     """headfold.json of a converted checkpoint, or {} where there is none."""
     try:
-        record = json.loads((path / "headfold.json").read_text(encoding="utf-8"))
+        record = json.loads((path / RECORD_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
     return record if isinstance(record, dict) else {}
@@ -139,8 +140,6 @@ def device_name(device: torch.device) -> str:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             return next(line.split(":", 1)[1].strip() for line in file if line.startswith("model name"))
     except (OSError, StopIteration):
-        import platform
-
         return platform.processor() or platform.machine()
 
 
@@ -149,6 +148,7 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, OSError, ValueError):
+        with open("/proc/meminfo", encoding="utf-8") as file:
+            return next(int(line.split()[1]) * 1024 for line in file if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
         return None

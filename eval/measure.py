@@ -16,9 +16,9 @@ import numpy as np
 import torch
 import transformers
 
+from headfold.convert.check import verify_checkpoint
 from headfold.convert.checkpoint import Checkpoint
 from headfold.convert.errors import RefusedError
-from headfold.kernels import KernelError
 
 from . import decode, loading
 from .corpus import ScoringPlan, plan_scoring
@@ -65,24 +65,24 @@ def evaluate(
         raise RefusedError("eval: nothing to measure; give text, tasks or decode.")
 
     place = loading.placement(settings)
-    checkpoints = [Checkpoint.open(path) for path in paths]
+    checkpoints = [verify_checkpoint(path) for path in paths]
     records = [loading.read_record(path) for path in paths]
     roles, converted = _roles(paths, records)
     configs = [loading.load_config(path, place) for path in paths]
     _refuse_unlike_models(paths, configs)
     limits = [config.max_position_embeddings for config in configs if getattr(config, "max_position_embeddings", None)]
     max_positions = min(limits, default=None)
-    contexts, ladder_context, note = [], 0, None
+    contexts: list[int] = []
+    ladder_context, note = 0, None
     if settings.decode is not None:
         contexts, ladder_context, note = decode.usable_contexts(settings.decode, max_positions)
     tokenizers = []
     if settings.text or settings.tasks:
         tokenizers = [loading.load_tokenizer(path, place) for path in paths]
-    plan = (
-        plan_scoring(settings, list(zip(map(str, paths), tokenizers, strict=True)), max_positions)
-        if settings.text
-        else None
-    )
+    plan = None
+    if settings.text:
+        plan = plan_scoring(settings, list(zip(map(str, paths), tokenizers, strict=True)), max_positions)
+        _refuse_foreign_tokens(paths[0], plan, configs[0].vocab_size)
     suite = TaskSuite(settings) if settings.tasks else None
     training = _training_curve(training_metrics) if training_metrics is not None else []
 
@@ -96,10 +96,7 @@ def evaluate(
     for group in [list(range(len(paths)))] if together else [[index] for index in range(len(paths))]:
         loaded = [loading.load_model(paths[index], place) for index in group]
         for index, model in zip(group, loaded, strict=True):
-            try:
-                shape = decode.cache_shape(model, CACHE_TOKENS)
-            except KernelError as error:
-                raise RefusedError(f"{paths[index]}: engine {settings.engine}: {error}") from error
+            shape = decode.cache_shape(model, CACHE_TOKENS)
             entries_per_token.append(shape.entries_per_token)
             models.append(_model_record(roles[index], checkpoints[index], records[index], model, shape))
         if plan is not None:
@@ -195,6 +192,15 @@ def _refuse_unlike_models(paths: Sequence[Path], configs: Sequence[Any]) -> None
     if len(set(heads)) > 1:
         found = ", ".join(f"{path} has {count}" for path, count in zip(paths[1:], heads, strict=True))
         raise RefusedError(f"the checkpoints after are not stages of one conversion: KV heads differ ({found}).")
+
+
+def _refuse_foreign_tokens(path: Path, plan: ScoringPlan, vocab_size: int) -> None:
+    highest = max(max(window.input_ids + window.targets) for window in plan.windows)
+    if highest >= vocab_size:
+        raise RefusedError(
+            f"{path}: its tokenizer gives token {highest}, its vocabulary has {vocab_size}; they do not belong "
+            "together."
+        )
 
 
 def _model_record(

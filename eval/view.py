@@ -351,6 +351,10 @@ def _decode(report: Report) -> Section | None:
         ]
         for point in report.decode
     ]
+    if any(point.before.peak_memory_bytes for point in report.decode):
+        header.append("Peak memory")
+        for row, point in zip(rows, report.decode, strict=True):
+            row.append(_pair(point, lambda side: binary_bytes(side.peak_memory_bytes or 0)))
     if any(point.before.bandwidth_share for point in report.decode):
         header.append("Share of copy bandwidth")
         for row, point in zip(rows, report.decode, strict=True):

@@ -154,6 +154,12 @@ def test_weights_that_transformers_would_make_up_are_refused(stages: list[Path],
         evaluate(stages[0], stages[1:2], EvalSettings(text=[str(text)], decode=None))
 
 
+def test_a_tokenizer_of_another_model_is_refused(save: Save, text: Path) -> None:
+    models = [save(name, make_model(heads, vocab_size=300)) for name, heads in (("before", 4), ("after", 2))]
+    with pytest.raises(RefusedError, match=r"gives token 3\d\d, its vocabulary has 300"):
+        evaluate(models[0], models[1:], EvalSettings(text=[str(text)], decode=None))
+
+
 def test_settings_that_this_machine_cannot_serve_are_refused(stages: list[Path]) -> None:
     with pytest.raises(RefusedError, match=r"device 'cuda:99' cannot be used here|device 'nonsense'"):
         evaluate(stages[0], stages[1:], EvalSettings(device="cuda:99"))
@@ -177,7 +183,7 @@ def test_engines(stages: list[Path], engine: str) -> None:
     settings = EvalSettings.model_validate({"decode": QUICK_DECODE, "engine": engine})
     report = evaluate(stages[0], stages[1:], settings)
     assert report.conditions.attention == {"headfold": "headfold", "transformers": "sdpa"}[engine]
-    assert [point.before.cache_bytes for point in report.decode] == [3840, 7680, 6912, 13824]
+    assert [point.before.cache_bytes for point in report.decode] == [7680, 15360, 13824, 27648]
 
 
 def test_names_of_models(tmp_path: Path) -> None:
