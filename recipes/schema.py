@@ -51,7 +51,7 @@ class Recipe(BaseModel):
     convert: ConvertSettings
     uptrain: UptrainSettings
     eval: EvalSettings
-    gates: Gates = Field(default_factory=Gates, description="What the result must reach. Default: nothing.")
+    gates: Gates = Field(Gates(), description="What the result must reach. Default: nothing.")
 
 
 def shipped_recipes() -> list[str]:

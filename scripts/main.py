@@ -35,7 +35,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_UsageError = typer.BadParameter.__bases__[0]
+_UsageError: type[Any] = typer.BadParameter.__bases__[0]
 """The base of typer's complaints about a command line; newer versions of typer carry it inside a private module."""
 
 Model = Annotated[str, typer.Argument(help="A local checkpoint directory or a hub name.", show_default=False)]

@@ -111,7 +111,7 @@ def permute_key_heads(model: LlamaForCausalLM, seed: int) -> None:
     """Permutes the K heads of every layer against its Q heads, without a fixed point, in place."""
     generator = torch.Generator().manual_seed(seed)
     for layer in model.model.layers:
-        num_heads = model.config.num_key_value_heads
+        num_heads = layer.self_attn.k_proj.out_features // layer.self_attn.head_dim
         order = torch.randperm(num_heads, generator=generator)
         while (order == torch.arange(num_heads)).any():
             order = torch.randperm(num_heads, generator=generator)
@@ -183,7 +183,7 @@ def main() -> None:
                 print(json.dumps(entry), f"{time.monotonic() - started:.0f} s", file=sys.stderr, flush=True)
                 log.write(json.dumps(entry) + "\n")
 
-    model.to(torch.bfloat16).eval()
+    model.bfloat16().eval()
     model.save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
     model.float()

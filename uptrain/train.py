@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from headfold.uptrain import processes
 from headfold.uptrain.data import IGNORED, Batch, PackedRows, pack, rows_of_step, slice_of_rank
 from headfold.uptrain.loss import LossSums, Objective
 from headfold.uptrain.model import CausalModel, load_model
-from headfold.uptrain.progress import Reporter, announce_tokens, flops_per_token, peak_flops
+from headfold.uptrain.progress import Reporter, TokenCounter, flops_per_token, peak_flops
 from headfold.uptrain.settings import UptrainSettings
 from headfold.uptrain.shard import Spread, release, set_gradient_sync, whole_tensor
 from headfold.uptrain.state import Position, StateDirectory, training_tensors
@@ -112,9 +113,11 @@ def setup(
 
     packed, packed_eval = processes.main_first(accelerator, prepare)
     assert packed is not None
-    row_options = {"sequence_length": settings.sequence_length, "isolate_documents": settings.isolate_documents}
-    rows = PackedRows(packed, **row_options)
-    eval_rows = None if packed_eval is None else PackedRows(packed_eval, **row_options)
+    open_rows = partial(
+        PackedRows, sequence_length=settings.sequence_length, isolate_documents=settings.isolate_documents
+    )
+    rows = open_rows(packed)
+    eval_rows = None if packed_eval is None else open_rows(packed_eval)
 
     source = Checkpoint.open(student)
     teacher_source = Checkpoint.open(teacher) if settings.distillation and teacher else None
@@ -354,7 +357,7 @@ def _pack(settings: UptrainSettings, source: Checkpoint, state: StateDirectory) 
         "text_field": settings.text_field,
         "sequence_length": settings.sequence_length,
         "vocab_size": _text_config(source)["vocab_size"],
-        "progress": announce_tokens,
+        "progress": TokenCounter(),
     }
     num_rows = settings.num_steps * settings.batch_rows
     return [
