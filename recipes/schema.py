@@ -30,11 +30,11 @@ class Gates(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     min_recovered_share: float | None = Field(
-        None,
+        default=None,
         description="Least share of the loss (nats) lost in converting that uptraining wins back. Default: none.",
     )
     max_perplexity_ratio: float | None = Field(
-        None, gt=0, description="Highest allowed perplexity after / before. Default: none."
+        default=None, gt=0, description="Highest allowed perplexity after / before. Default: none."
     )
 
 
