@@ -135,9 +135,10 @@ def _first_line(error: ValidationError, model: type[BaseModel]) -> str:
         line = f"the key {location} is missing."
     else:
         where = f"{location}: " if location else ""
-        found = repr(first["input"])
-        found = found if len(found) <= 80 else found[:77] + "..."
-        line = f"{where}{first['msg']}, found {found}."
+        line = where + first["msg"].removeprefix("Value error, ")
+        if not isinstance(first["input"], dict):
+            found = repr(first["input"])
+            line += f", found {found if len(found) <= 80 else found[:77] + '...'}"
     more = len(details) - 1
     return line + (f" ({more} more mistake{'s' if more > 1 else ''} behind this one.)" if more else "")
 

@@ -117,6 +117,10 @@ def test_unknown_key_inside_a_nested_section(tmp_path: Path) -> None:
         ({**MINIMAL, "convert": {"num_key_value_heads": "many"}}, "convert.num_key_value_heads"),
         ({key: value for key, value in MINIMAL.items() if key != "model"}, "the key model is missing"),
         ({**MINIMAL, "name": "../elsewhere"}, "name"),
+        (
+            {**MINIMAL, "convert": {"num_key_value_heads": 2, "method": "fold"}},
+            "convert: method fold needs calibration",
+        ),
         ({**MINIMAL, "uptrain": {"data": ["a"], "share": 0.05}}, "pretraining_tokens"),
     ],
 )
