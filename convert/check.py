@@ -10,6 +10,7 @@ from headfold.convert.checkpoint import Checkpoint, scan
 from headfold.convert.errors import CheckpointError, RefusedError
 from headfold.convert.families import describe
 from headfold.convert.families.declared import FAMILIES
+from headfold.convert.families.remap import remap
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,7 @@ def check_checkpoint(path: str | Path) -> list[Finding]:
         return findings
     findings += [Finding("warning", warning) for warning in checkpoint.warnings]
     try:
+        checkpoint = remap(checkpoint)
         describe(checkpoint)
     except CheckpointError as error:
         findings.append(Finding("error", str(error)))

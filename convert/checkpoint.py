@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,9 @@ PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 RECORD_FILE = "headfold.json"
 CARD_FILE = "README.md"
 
+BLOCK_BYTES = 1 << 24
+"""What goes through torch goes in blocks of about this size, so that memory does not grow with the model."""
+
 _COPY_PIECE_BYTES = 1 << 26
 _NUM_COPY_THREADS = 4
 
@@ -83,7 +87,8 @@ class Checkpoint:
     fingerprint: str
     """sha256 of the shards' names, sizes and headers."""
     warnings: list[str] = field(repr=False, default_factory=list)
-    _pickled: dict[str, dict[str, torch.Tensor]] = field(repr=False, default_factory=dict)
+    computed: dict[str, Callable[[int, int], torch.Tensor]] = field(repr=False, default_factory=dict)
+    """Tensors that are not the bytes of a safetensors file: rows start..stop-1, as a new tensor in the stored dtype."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -94,11 +99,6 @@ class Checkpoint:
             raise CheckpointError(problems[0] + more)
         assert checkpoint is not None
         return checkpoint
-
-    @property
-    def is_pickled(self) -> bool:
-        """Whether the weights are .bin files."""
-        return bool(self._pickled)
 
     def shards(self) -> list[str]:
         """The weight files, in order."""
@@ -114,9 +114,8 @@ class Checkpoint:
         entry = self.tensors[name]
         start, stop = (0, entry.shape[0] if entry.shape else 1) if rows is None else rows
         assert 0 <= start <= stop <= (entry.shape[0] if entry.shape else 1), (entry, rows)
-        if self._pickled:
-            tensor = self._pickled[entry.file][name]
-            return tensor.clone() if rows is None else tensor[start:stop].clone()
+        if name in self.computed:
+            return self.computed[name](start, stop)
         dtype = torch_dtype(entry.dtype)
         if dtype is None:
             raise CheckpointError(f"{self.path / entry.file}: {name} is stored as {entry.dtype}, which cannot be read")
@@ -232,15 +231,16 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
     digest = hashlib.sha256()
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, dict[str, str]] = {}
-    loaded: dict[str, dict[str, torch.Tensor]] = {}
+    computed: dict[str, Callable[[int, int], torch.Tensor]] = {}
     for shard in shards:
         if shard in missing:
             continue
         try:
             path = _contained(directory / shard, directory)
             if pickled:
-                loaded[shard] = _load_pickle(path)
-                header, entries = {}, [_pickled_entry(shard, path, *item) for item in loaded[shard].items()]
+                loaded = _load_pickle(path)
+                header, entries = {}, [_pickled_entry(shard, path, *item) for item in loaded.items()]
+                computed.update({name: partial(_rows, tensor) for name, tensor in loaded.items()})
                 identity = repr(entries).encode()
             else:
                 header, entries, identity = read_header(path, shard)
@@ -255,7 +255,7 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
             tensors[entry.name] = entry
     if not problems and index is not None:
         problems += _compare_with_index(directory, index_file, weight_map, tensors)
-    checkpoint = Checkpoint(directory, config, tensors, metadata, index, digest.hexdigest(), [], loaded)
+    checkpoint = Checkpoint(directory, config, tensors, metadata, index, digest.hexdigest(), [], computed)
     if not problems and not tensors:
         problems.append(f"{directory}: no tensors in it")
     if index is not None and not problems:
@@ -299,7 +299,7 @@ def _compare_total_size(directory: Path, index: dict[str, Any], index_file: str,
     metadata = index.get("metadata")
     stated = metadata.get("total_size") if isinstance(metadata, dict) else None
     actual = checkpoint.total_bytes()
-    if stated is None or stated == actual or checkpoint.is_pickled:  # .bin files share the storage of tied tensors
+    if stated is None or stated == actual or checkpoint.computed:  # .bin files share the storage of tied tensors
         return []
     return [f"{directory / index_file}: total_size is {ascii(stated)[:40]}, but the tensors take {actual} bytes"]
 
@@ -325,6 +325,10 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
         raise CheckpointError(f"{path}: holds other things than named tensors")
     return {str(name): tensor.detach() for name, tensor in state.items()}
+
+
+def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return tensor[start:stop].clone() if tensor.ndim else tensor.clone()
 
 
 def _pickled_entry(shard: str, path: Path, name: str, tensor: torch.Tensor) -> TensorEntry:
@@ -489,10 +493,10 @@ class CheckpointWriter:
             entry, spec = self.source.tensors[name], self._specs[name]
             assert (entry.dtype, entry.shape) == (spec.dtype, spec.shape), (entry, spec)
             assert self._missing[name] == spec.nbytes, f"{name} is written in part"
-        if self.source.is_pickled:
-            self._copies += [self._pool.submit(self._copy_pickled, name) for name in names]
-            return
-        for source_file, start, file, output_start, pieces in self._ranges(names):
+        computed = [name for name in names if name in self.source.computed]
+        self._copies += [self._pool.submit(self._copy_computed, name) for name in computed]
+        stored = [name for name in names if name not in self.source.computed]
+        for source_file, start, file, output_start, pieces in self._ranges(stored):
             self._copies.append(self._pool.submit(self._copy_range, source_file, start, file, output_start, pieces))
 
     def finish(self, config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
@@ -600,9 +604,11 @@ class CheckpointWriter:
             if self._progress is not None:
                 self._progress(self._written_bytes, self.total_bytes)
 
-    def _copy_pickled(self, name: str) -> None:
-        if not self._stop.is_set():
-            self.write(name, self.source.read(name))
+    def _copy_computed(self, name: str) -> None:
+        for rows in row_blocks(self.source.tensors[name]):
+            if self._stop.is_set():
+                return
+            self.write(name, self.source.read(name, rows), first_row=rows[0])
 
     def _ranges(self, names: list[str]) -> Iterator[tuple[str, int, str, int, list[tuple[str, int]]]]:
         """Byte ranges to copy: source file and start, output file and start, and the tensors' bytes in them.
@@ -663,6 +669,14 @@ def _same_layout(source: Checkpoint, shapes: Mapping[str, tuple[int, ...] | None
         if not aligned:
             specs.sort(key=lambda spec: -DTYPE_BITS[spec.dtype])
     return layout
+
+
+def row_blocks(entry: TensorEntry, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
+    """Rows first..stop-1 of a tensor (by default all) as ranges of about 16 MiB each; one range for a scalar."""
+    num_rows = entry.shape[0] if entry.shape else 1
+    stop = num_rows if stop is None else stop
+    step = max(1, BLOCK_BYTES * num_rows // max(1, entry.nbytes))
+    return ((start, min(start + step, stop)) for start in range(first, stop, step))
 
 
 def output_file(shard: str) -> str:

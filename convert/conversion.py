@@ -20,6 +20,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from headfold.convert.check import verify_checkpoint
 from headfold.convert.checkpoint import (
+    BLOCK_BYTES,
     RECORD_FILE,
     Checkpoint,
     CheckpointWriter,
@@ -27,10 +28,12 @@ from headfold.convert.checkpoint import (
     other_files,
     refuse_output,
     resolve_model,
+    row_blocks,
 )
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import AttentionLayer, HeadNorm, Projection, attention_config, describe
 from headfold.convert.families import with_num_key_value_heads as edited_config
+from headfold.convert.families.remap import remap, remap_config
 from headfold.convert.header import read_json_object
 from headfold.convert.settings import ConvertSettings, Grouping, Method
 from headfold.convert.texts import read_documents, text_fingerprint
@@ -40,9 +43,6 @@ if TYPE_CHECKING:
     import torch
 
     Merge = Callable[[torch.Tensor, int], torch.Tensor]
-
-_BLOCK_BYTES = 1 << 24
-"""Heads are merged in blocks of about this size, so that memory does not grow with the model."""
 
 _CALIBRATION_TOKENS = 65536
 _CALIBRATION_WINDOW = 512
@@ -56,6 +56,7 @@ class ConversionReport(BaseModel):
     source: str
     output: str
     model_type: str
+    remapped_from: str | None = Field(description="The source's model type, where it was re-mapped to another class.")
     method: str
     grouping: str
     num_layers: int
@@ -79,7 +80,8 @@ class ConversionReport(BaseModel):
         share = 100 * (1 - self.cache_bytes_per_token / self.cache_bytes_per_token_before)
         sizes = ", ".join(map(str, self.tensor_parallel_sizes))
         lines = [
-            f"{self.source} -> {self.output}",
+            f"{self.source} -> {self.output}"
+            + (f", re-mapped exactly from {self.remapped_from} to {self.model_type}" if self.remapped_from else ""),
             f"  KV heads per layer   {_counts(self.num_key_value_heads_before)} -> {self.num_key_value_heads}"
             f"   ({self.num_layers} layers, {_counts(self.num_attention_heads)} query heads, method {self.method})",
             f"  KV cache per token   {self.cache_bytes_per_token_before:,} -> {self.cache_bytes_per_token:,} bytes"
@@ -132,8 +134,14 @@ def convert_checkpoint(
         first = error.errors()[0]
         raise RefusedError(": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])) from error
     path = resolve_model(model, revision)
-    refuse_count(attention_config(load_config(path)).num_key_value_heads, num_key_value_heads)
-    checkpoint = verify_checkpoint(path)
+    refuse_count(attention_config(remap_config(load_config(path))).num_key_value_heads, num_key_value_heads)
+    source = verify_checkpoint(path)
+    checkpoint = remap(source)
+    if settings.calibration is not None and checkpoint is not source:
+        raise RefusedError(
+            f"{source.config['model_type']}: re-map it first, which is exact (--method mean --kv-heads "
+            f"{attention_config(checkpoint.config).num_key_value_heads[0]}), then convert the result with calibration"
+        )
     layers = describe(checkpoint)
     refuse_count([layer.num_key_value_heads for layer in layers], num_key_value_heads)
     _, left_out = other_files(checkpoint.path, checkpoint.shards())
@@ -167,10 +175,21 @@ def convert_checkpoint(
                 statistics.append({"layer": layer.index, **layer_statistics})
         elif shapes:
             _merge_weights(checkpoint, layers, settings, writer)
-        record = _record(model, revision, checkpoint, layers, settings, windows, statistics)
+        record = _record(model, revision, source, layers, settings, windows, statistics)
         writer.finish(edited_config(checkpoint.config, num_key_value_heads), record)
         weight_bytes = writer.total_bytes
-    return _report(model, output, checkpoint, layers, settings, weight_bytes, left_out, statistics, started)
+    return _report(
+        model,
+        output,
+        source.config["model_type"],
+        checkpoint,
+        layers,
+        settings,
+        weight_bytes,
+        left_out,
+        statistics,
+        started,
+    )
 
 
 def possible_counts(num_key_value_heads: list[int]) -> list[int]:
@@ -289,7 +308,7 @@ def _merge_rows(
     entry = checkpoint.tensors[name]
     row_bytes = entry.nbytes // entry.shape[0]
     rows_per_group = layer.num_key_value_heads // num_new * layer.head_dim
-    num_groups_per_block = max(1, _BLOCK_BYTES // (rows_per_group * row_bytes))
+    num_groups_per_block = max(1, BLOCK_BYTES // (rows_per_group * row_bytes))
     for group in range(0, num_new, num_groups_per_block):
         num_groups = min(num_groups_per_block, num_new - group)
         start = projection.first_row + group * rows_per_group
@@ -302,11 +321,8 @@ def _merge_rows(
 
 def _copy_rows(checkpoint: Checkpoint, name: str, num_rows: int, writer: CheckpointWriter) -> None:
     """The first rows of a fused tensor, which are q's, as they are."""
-    entry = checkpoint.tensors[name]
-    num_rows_per_block = max(1, _BLOCK_BYTES // (entry.nbytes // entry.shape[0]))
-    for start in range(0, num_rows, num_rows_per_block):
-        stop = min(start + num_rows_per_block, num_rows)
-        writer.write(name, checkpoint.read(name, (start, stop)), first_row=start)
+    for rows in row_blocks(checkpoint.tensors[name], 0, num_rows):
+        writer.write(name, checkpoint.read(name, rows), first_row=rows[0])
 
 
 def _merge_norm(
@@ -379,7 +395,7 @@ def _record(
         "name": str(model),
         "revision": checkpoint.path.name if from_hub else revision,
         "sha256": checkpoint.fingerprint,
-        "model_type": attention_config(checkpoint.config).model_type,
+        "model_type": checkpoint.config["model_type"],
     }
     if (checkpoint.path / RECORD_FILE).is_file():
         source["record"] = read_json_object(checkpoint.path / RECORD_FILE)  # what had been done to it before
@@ -407,6 +423,7 @@ def _record(
 def _report(
     model: str | Path,
     output: str | Path,
+    source_type: str,
     checkpoint: Checkpoint,
     layers: list[AttentionLayer],
     settings: ConvertSettings,
@@ -431,6 +448,7 @@ def _report(
         source=str(model),
         output=str(output),
         model_type=attention_config(checkpoint.config).model_type,
+        remapped_from=None if source_type == checkpoint.config["model_type"] else source_type,
         method=str(settings.method),
         grouping=settings.grouping,
         num_layers=len(layers),

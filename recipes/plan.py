@@ -13,6 +13,7 @@ from headfold.convert.checkpoint import Checkpoint, load_config, resolve_model
 from headfold.convert.conversion import changed_shapes, possible_counts, refuse_count, tensor_parallel_sizes
 from headfold.convert.errors import HeadfoldError, RefusedError
 from headfold.convert.families import AttentionConfig, attention_config, describe
+from headfold.convert.families.remap import remap, remap_config
 from headfold.convert.header import TensorEntry, TensorSpec, dtype_name
 from headfold.kernels.cache import kv_cache_bytes
 from headfold.recipes.gpus import GPU_MEMORY_GB, find_gpu
@@ -96,7 +97,7 @@ def plan(
             "plan cannot measure on calibration text yet; convert with --method fold reports it per layer"
         )
     path = resolve_model(model, revision, only_config=True)
-    raw_config = load_config(path)
+    raw_config = remap_config(load_config(path))
     config = attention_config(raw_config)
     num_heads, num_kv_heads = config.uniform("num_attention_heads"), config.uniform("num_key_value_heads")
     head_dim = config.uniform("head_dim")
@@ -195,7 +196,7 @@ def _dtype(raw_config: dict[str, Any], config: AttentionConfig) -> str:
 def _weights(path: Path, raw_config: dict[str, Any]) -> tuple[Checkpoint, str]:
     """Names, shapes and dtypes of the weights: from their headers if they are here, else from an empty model."""
     if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")):
-        return Checkpoint.open(path), "the headers of the weights"
+        return remap(Checkpoint.open(path)), "the headers of the weights"
     return _empty_checkpoint(path, raw_config), "the config, by building the model without memory"
 
 

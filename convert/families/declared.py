@@ -117,7 +117,8 @@ WITHOUT_KV_FIELD: dict[str, str] = {
         f"{_NO_FIELD}, and {_CONVERT_TO}",
     ),
     **dict.fromkeys(("opt", "ctrl", "cpmant", "xlm", "xlnet", "reformer", "modernbert-decoder", "hrm_text"), _NO_FIELD),
-    **dict.fromkeys(("gpt_neox", "gpt_neox_japanese", "gptj"), _NO_FIELD),
+    **dict.fromkeys(("gpt_neox", "gptj"), f"{_NO_FIELD}; it has to be re-mapped first"),  # see remap.py
+    "gpt_neox_japanese": _NO_FIELD,
     "falcon": "it caches every query head in transformers, so that fewer KV heads would save nothing",
     "gpt_bigcode": "it has one KV head or all of them, and no number in between",
     "dbrx": "its q, k and v are fused in a layout that is not supported",

@@ -336,12 +336,15 @@ def test_sharded_checkpoints(tiny, tmp_path):
     assert after.warnings == []
 
 
-def test_blocks_do_not_change_the_result(llama, tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["llama", "phi3"])
+def test_blocks_do_not_change_the_result(tiny, tmp_path, monkeypatch, family):
+    tiny.save(tiny.tiny_model(tiny.tiny_config(family)), tmp_path / "in")
     for method in ("mean", "first"):
-        convert_checkpoint(llama, tmp_path / method, num_key_value_heads=2, method=method)
+        convert_checkpoint(tmp_path / "in", tmp_path / method, num_key_value_heads=2, method=method)
         with monkeypatch.context() as patch:
-            patch.setattr("headfold.convert.conversion._BLOCK_BYTES", 1)
-            convert_checkpoint(llama, tmp_path / f"{method}_blocks", num_key_value_heads=2, method=method)
+            patch.setattr("headfold.convert.conversion.BLOCK_BYTES", 1)
+            patch.setattr("headfold.convert.checkpoint.BLOCK_BYTES", 1000)
+            convert_checkpoint(tmp_path / "in", tmp_path / f"{method}_blocks", num_key_value_heads=2, method=method)
         for name, tensor in weights(tmp_path / method).items():
             assert torch.equal(tensor, weights(tmp_path / f"{method}_blocks")[name])
 

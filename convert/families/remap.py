@@ -1,0 +1,361 @@
+"""Exact re-maps: models whose class has no KV-head field, as the same function in a class that has one.
+
+GPT-NeoX with parallel residual (Pythia) and GPT-J become Phi. Phi's layer is theirs: attention and MLP side by side on
+a normed input, every projection with a bias. What differs is moved into the weights:
+
+- GPT-NeoX has a LayerNorm for each of the two branches, Phi one for both. Phi's gets scale 1 and shift 0, and each
+  branch's own scale s and shift t go into what reads it: W (s x + t) + b = (W diag(s)) x + (W t + b).
+- GPT-NeoX stores q, k and v of one head next to each other in one tensor.
+- GPT-J rotates channels (2i, 2i + 1), Phi (i, i + n/2): the rows of q and k are permuted alike; no logit sees that.
+
+Rows are computed where they are read, in float32 (float64 for float32 weights), and rounded once to the stored dtype.
+
+Shapes in one letter code: H heads, D head_dim, E hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from headfold.convert.checkpoint import Checkpoint, row_blocks
+from headfold.convert.errors import CheckpointError, RefusedError
+from headfold.convert.families.config import attention_config
+from headfold.convert.header import DTYPE_BITS, TensorEntry, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+    Rows = Callable[[int, int], torch.Tensor]
+
+# Buffers of old checkpoints, which the classes compute themselves.
+_BUFFERS = re.compile(r".*\.(attention|attn)\.(bias|masked_bias|rotary_emb\.inv_freq)")
+
+
+def remap_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The config of the re-mapped model; the config itself for a family that needs none.
+
+    Raises RefusedError for models of these families that have no exact counterpart.
+    """
+    remaps = {"gpt_neox": _neox_config, "gptj": _gptj_config}
+    return remaps[config["model_type"]](config) if config["model_type"] in remaps else config
+
+
+def remap(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint as one of the re-mapped class, its tensors computed as they are read; itself if it needs none."""
+    model_type = checkpoint.config["model_type"]
+    if model_type not in ("gpt_neox", "gptj"):
+        return checkpoint
+    config = remap_config(checkpoint.config)
+    attention_config(config)  # its counts are numbers
+    target = replace(checkpoint, config=config, tensors={}, computed={}, index=_index_without_counts(checkpoint))
+    builder = _Builder(checkpoint, target, config)
+    if model_type == "gpt_neox":
+        _remap_neox(builder)
+    else:
+        _remap_gptj(builder)
+    builder.finish()
+    return target
+
+
+def _index_without_counts(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    if checkpoint.index is None:
+        return None
+    metadata = checkpoint.index.get("metadata")
+    kept = metadata.items() if isinstance(metadata, dict) else ()
+    return {**checkpoint.index, "metadata": {key: value for key, value in kept if key != "total_parameters"}}
+
+
+class _Builder:
+    """Collects the tensors of the target, each made of tensors of the source."""
+
+    def __init__(self, source: Checkpoint, target: Checkpoint, config: dict[str, Any]):
+        self.source, self.target = source, target
+        self.num_heads = config["num_attention_heads"]
+        self.head_dim = config["hidden_size"] // self.num_heads
+        self.hidden_size = config["hidden_size"]
+        self._new: dict[str, list[TensorEntry]] = {}  # by the source tensor that they take the place of
+        self._used: set[str] = set()
+
+    def has(self, name: str) -> bool:
+        return name in self.source.tensors
+
+    def entry(self, name: str, shape: tuple[int | None, ...] | None = None) -> TensorEntry:
+        """A source tensor that the target takes in, its shape checked where it is given (None: any length)."""
+        if name not in self.source.tensors:
+            raise CheckpointError(f"{self.source.path}: {name} is missing")
+        entry = self.source.tensors[name]
+        wanted = entry.shape if shape is None else shape
+        if len(wanted) != len(entry.shape) or any(w not in (None, n) for w, n in zip(wanted, entry.shape, strict=True)):
+            raise CheckpointError(
+                f"{self.source.path}: {name} should have the shape {list(wanted)}, it has {list(entry.shape)}"
+            )
+        self._used.add(name)
+        return entry
+
+    def rename(self, old: str, new: str) -> None:
+        entry = replace(self.entry(old), name=new)
+        if old in self.source.computed:
+            self.target.computed[new] = self.source.computed[old]
+        self._new.setdefault(old, []).append(entry)
+
+    def compute(self, place: str, new: str, shape: tuple[int, ...], rows: Rows) -> None:
+        """A tensor in the shard and the dtype of `place`."""
+        entry = self.entry(place)
+        nbytes = math.prod(shape) * DTYPE_BITS[entry.dtype] // 8
+        self._new.setdefault(place, []).append(TensorEntry(new, entry.file, entry.dtype, shape, 0, nbytes))
+
+        def stored(start: int, stop: int) -> torch.Tensor:
+            tensor = rows(start, stop).to(torch_dtype(entry.dtype))
+            if not tensor.isfinite().all():
+                raise CheckpointError(f"{self.source.path}: {new} is not finite in {entry.dtype} after the re-map")
+            return tensor
+
+        self.target.computed[new] = stored
+
+    def constant(self, place: str, new: str, shape: tuple[int, ...], value: float) -> None:
+        def rows(start: int, stop: int) -> torch.Tensor:
+            import torch
+
+            return torch.full((stop - start, *shape[1:]), value, dtype=torch.float32)
+
+        self.compute(place, new, shape, rows)
+
+    def read(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a source tensor, in float32 or float64."""
+        import torch
+
+        tensor = self.source.read(name, (start, stop))
+        return tensor.to(torch.float64 if tensor.dtype in (torch.float32, torch.float64) else torch.float32)
+
+    def finish(self) -> None:
+        """The entries in the source's order; whatever was not used must be a known buffer."""
+        for name in self.source.tensors:
+            if name not in self._used and not _BUFFERS.fullmatch(name):
+                raise RefusedError(
+                    f"{self.source.config['model_type']}: cannot be converted: {name} is a tensor that is not known"
+                )
+            for entry in self._new.get(name, ()):
+                self.target.tensors[entry.name] = entry
+
+
+# -------------------------------------------------------------------------------------------------- GPT-NeoX, Pythia
+
+
+def _neox_config(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("use_parallel_residual", True) is not True:
+        raise RefusedError(
+            "gpt_neox: cannot be converted: use_parallel_residual is false, and no class with a KV-head field has "
+            "LayerNorms, biases and a sequential residual as this model does"
+        )
+    rope = dict(config["rope_parameters"]) if isinstance(config.get("rope_parameters"), dict) else {}
+    theta = rope.get("rope_theta", config.get("rotary_emb_base", 10000.0))
+    share = rope.get("partial_rotary_factor", config.get("rotary_pct", 0.25))
+    gone = {"rotary_emb_base", "rotary_pct", "use_parallel_residual", "attention_bias", "hidden_dropout"}
+    gone |= {"classifier_dropout", "is_decoder", "rope_parameters"}
+    dropout = config.get("hidden_dropout", 0.0)
+    return _phi_config(config, gone, theta, share, rope, dropout, hidden_act=config.get("hidden_act", "gelu"))
+
+
+def _phi_config(
+    config: dict[str, Any],
+    gone: set[str],
+    theta: float,
+    share: float,
+    rope: dict[str, Any],
+    dropout: float,
+    **values: Any,
+) -> dict[str, Any]:
+    """A Phi config that keeps what both classes share, in the order of the source. Rotary settings stand in both the
+    places where versions of transformers look for them, because older ones fall back to defaults without a word."""
+    kept = {key: value for key, value in config.items() if key not in gone}
+    return {
+        **kept,
+        "architectures": ["PhiForCausalLM"],
+        "model_type": "phi",
+        "num_key_value_heads": values.get("num_attention_heads", config.get("num_attention_heads")),
+        "layer_norm_eps": config.get("layer_norm_eps", 1e-5),
+        "max_position_embeddings": config.get("max_position_embeddings", 2048),
+        "tie_word_embeddings": config.get("tie_word_embeddings", False),
+        "qk_layernorm": False,
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "rope_theta": theta,
+        "partial_rotary_factor": share,
+        "rope_parameters": {"rope_type": "default", **rope, "rope_theta": theta, "partial_rotary_factor": share},
+        **values,
+    }
+
+
+def _remap_neox(builder: _Builder) -> None:
+    hidden = builder.hidden_size
+    builder.rename("gpt_neox.embed_in.weight", "model.embed_tokens.weight")
+    for layer in range(builder.source.config["num_hidden_layers"]):
+        old, new = f"gpt_neox.layers.{layer}", f"model.layers.{layer}"
+        norms = f"{old}.input_layernorm", f"{old}.post_attention_layernorm"
+        for norm in norms:
+            builder.entry(f"{norm}.weight", (hidden,))
+            builder.entry(f"{norm}.bias", (hidden,))
+        builder.constant(f"{norms[0]}.weight", f"{new}.input_layernorm.weight", (hidden,), 1.0)
+        builder.constant(f"{norms[0]}.weight", f"{new}.input_layernorm.bias", (hidden,), 0.0)
+        qkv = f"{old}.attention.query_key_value"
+        builder.entry(f"{qkv}.weight", (3 * hidden, hidden))
+        for part, name in enumerate("qkv"):
+            heads = _neox_heads(builder, qkv, part)
+            _fold_norm(builder, qkv, f"{new}.self_attn.{name}_proj", (hidden, hidden), heads, norms[0])
+        _rename_linear(builder, f"{old}.attention.dense", f"{new}.self_attn.dense", hidden)
+        up = f"{old}.mlp.dense_h_to_4h"
+        num_rows = builder.entry(f"{up}.weight", (None, hidden)).shape[0]
+        _fold_norm(builder, up, f"{new}.mlp.fc1", (num_rows, hidden), _plain_rows(builder, up), norms[1])
+        _rename_linear(builder, f"{old}.mlp.dense_4h_to_h", f"{new}.mlp.fc2", hidden)
+    builder.rename("gpt_neox.final_layer_norm.weight", "model.final_layernorm.weight")
+    builder.rename("gpt_neox.final_layer_norm.bias", "model.final_layernorm.bias")
+    head = next((name for name in ("embed_out.weight", "lm_head.weight") if builder.has(name)), None)
+    if head is not None:
+        builder.rename(head, "lm_head.weight")
+    place = head or "gpt_neox.embed_in.weight"
+    builder.constant(place, "lm_head.bias", (builder.entry(place, (None, hidden)).shape[0],), 0.0)
+
+
+Linear = Callable[[int, int], "tuple[torch.Tensor, torch.Tensor | None]"]
+"""Weight rows and bias rows start..stop-1 of a linear layer; the bias may be absent."""
+
+
+def _neox_heads(builder: _Builder, name: str, part: int) -> Linear:
+    """Rows of q (part 0), k (1) or v (2) of a fused tensor whose heads are stored as [q k v]."""
+    head_dim = builder.head_dim
+
+    def pick(tensor: str, start: int, stop: int) -> torch.Tensor:
+        first, last = start // head_dim, (stop - 1) // head_dim + 1  # whole heads
+        heads = builder.read(tensor, 3 * head_dim * first, 3 * head_dim * last).unflatten(
+            0, (last - first, 3, head_dim)
+        )
+        return heads[:, part].flatten(0, 1)[start - first * head_dim : stop - first * head_dim]
+
+    def rows(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias = pick(f"{name}.bias", start, stop) if builder.has(f"{name}.bias") else None
+        return pick(f"{name}.weight", start, stop), bias
+
+    return rows
+
+
+def _plain_rows(builder: _Builder, name: str) -> Linear:
+    def rows(start: int, stop: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        bias = builder.read(f"{name}.bias", start, stop) if builder.has(f"{name}.bias") else None
+        return builder.read(f"{name}.weight", start, stop), bias
+
+    return rows
+
+
+def _fold_norm(builder: _Builder, place: str, new: str, shape: tuple[int, int], linear: Linear, norm: str) -> None:
+    """A linear layer that takes in the scale and shift of the LayerNorm before it."""
+    if builder.has(f"{place}.bias"):
+        builder.entry(f"{place}.bias", builder.entry(f"{place}.weight").shape[:1])
+
+    def weight(start: int, stop: int) -> torch.Tensor:
+        return linear(start, stop)[0] * builder.read(f"{norm}.weight", 0, shape[1])
+
+    def bias(start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        shift = builder.read(f"{norm}.bias", 0, shape[1])
+        parts = []
+        for block in row_blocks(builder.source.tensors[f"{place}.weight"], start, stop):
+            rows, own = linear(*block)
+            shift = shift.to(rows.dtype)
+            parts.append(rows @ shift + (0 if own is None else own.to(rows.dtype)))
+        return torch.cat(parts)
+
+    builder.compute(f"{place}.weight", f"{new}.weight", shape, weight)
+    builder.compute(f"{place}.weight", f"{new}.bias", shape[:1], bias)
+
+
+def _rename_linear(builder: _Builder, old: str, new: str, num_rows: int) -> None:
+    """A linear layer as it is, with a bias of zeros if it has none."""
+    builder.rename(f"{old}.weight", f"{new}.weight")
+    if builder.has(f"{old}.bias"):
+        builder.rename(f"{old}.bias", f"{new}.bias")
+    else:
+        builder.constant(f"{old}.weight", f"{new}.bias", (num_rows,), 0.0)
+
+
+# --------------------------------------------------------------------------------------------------------------- GPT-J
+
+
+def _gptj_config(config: dict[str, Any]) -> dict[str, Any]:
+    hidden, heads = config.get("n_embd", 4096), config.get("n_head", 16)
+    rotary_dim = config.get("rotary_dim", 64)
+    for name, value in (("n_embd", hidden), ("n_head", heads), ("rotary_dim", rotary_dim)):
+        if type(value) is not int or value <= 0:
+            raise RefusedError(f"gptj: cannot be converted: {name} is {ascii(value)[:40]}, not a positive number")
+    head_dim = hidden // heads
+    share = rotary_dim / head_dim
+    if int(head_dim * share) != rotary_dim:  # a share that rounds down to one channel less
+        share = (rotary_dim + 0.5) / head_dim
+    if hidden % heads or rotary_dim > head_dim or rotary_dim % 2:
+        raise RefusedError(
+            f"gptj: cannot be converted: n_embd {hidden}, n_head {heads} and rotary_dim {rotary_dim} do not go together"
+        )
+    inner = config.get("n_inner")
+    gone = {"n_embd", "n_head", "n_layer", "n_positions", "n_inner", "rotary_dim", "activation_function", "attn_pdrop"}
+    gone |= {"layer_norm_epsilon", "resid_pdrop", "embd_pdrop"}
+    return _phi_config(
+        config,
+        gone,
+        10000.0,
+        share,
+        {},
+        config.get("resid_pdrop", 0.0),
+        hidden_size=hidden,
+        intermediate_size=4 * hidden if inner is None else inner,
+        num_hidden_layers=config.get("n_layer", 28),
+        num_attention_heads=heads,
+        max_position_embeddings=config.get("n_positions", 2048),
+        hidden_act=config.get("activation_function", "gelu_new"),
+        layer_norm_eps=config.get("layer_norm_epsilon", 1e-5),
+        attention_dropout=config.get("attn_pdrop", 0.0),
+        embd_pdrop=config.get("embd_pdrop", 0.0),
+    )
+
+
+def _remap_gptj(builder: _Builder) -> None:
+    hidden = builder.hidden_size
+    rotary_dim = builder.source.config.get("rotary_dim", 64)
+    builder.rename("transformer.wte.weight", "model.embed_tokens.weight")
+    for layer in range(builder.target.config["num_hidden_layers"]):
+        old, new = f"transformer.h.{layer}", f"model.layers.{layer}"
+        for leaf in ("weight", "bias"):
+            builder.rename(f"{old}.ln_1.{leaf}", f"{new}.input_layernorm.{leaf}")
+        for name in "qkv":
+            place = f"{old}.attn.{name}_proj.weight"
+            builder.entry(place, (hidden, hidden))
+            if name == "v":
+                builder.rename(place, f"{new}.self_attn.v_proj.weight")
+            else:
+                rows = _half_rotary_rows(builder, place, rotary_dim)
+                builder.compute(place, f"{new}.self_attn.{name}_proj.weight", (hidden, hidden), rows)
+            builder.constant(place, f"{new}.self_attn.{name}_proj.bias", (hidden,), 0.0)
+        _rename_linear(builder, f"{old}.attn.out_proj", f"{new}.self_attn.dense", hidden)
+        for old_name, new_name in (("fc_in", "fc1"), ("fc_out", "fc2")):
+            _rename_linear(builder, f"{old}.mlp.{old_name}", f"{new}.mlp.{new_name}", hidden)
+    for leaf in ("weight", "bias"):
+        builder.rename(f"transformer.ln_f.{leaf}", f"model.final_layernorm.{leaf}")
+    if builder.has("lm_head.weight"):
+        builder.rename("lm_head.weight", "lm_head.weight")
+    builder.rename("lm_head.bias", "lm_head.bias")
+
+
+def _half_rotary_rows(builder: _Builder, name: str, rotary_dim: int) -> Rows:
+    """Rows of q or k in whose heads channels (2i, 2i + 1) have become (i, i + rotary_dim/2)."""
+    head_dim = builder.head_dim
+    order = [*range(0, rotary_dim, 2), *range(1, rotary_dim, 2), *range(rotary_dim, head_dim)]
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        first, last = start // head_dim, (stop - 1) // head_dim + 1  # whole heads
+        heads = builder.source.read(name, (first * head_dim, last * head_dim)).unflatten(0, (last - first, head_dim))
+        return heads[:, order].flatten(0, 1)[start - first * head_dim : stop - first * head_dim]
+
+    return rows

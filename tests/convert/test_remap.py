@@ -1,0 +1,174 @@
+"""GPT-NeoX and GPT-J as Phi: the same logits, then native GQA."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from headfold.convert import convert_checkpoint
+from headfold.convert.check import check_checkpoint
+from headfold.convert.errors import RefusedError
+
+
+def neox(**overrides):
+    from transformers import GPTNeoXConfig
+
+    settings: dict = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 40}
+    settings |= {"vocab_size": 61, "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2}
+    settings |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+    return GPTNeoXConfig(**{**settings, **overrides})
+
+
+def gptj(**overrides):
+    from transformers import GPTJConfig
+
+    settings = {"n_embd": 72, "n_layer": 2, "n_head": 6, "rotary_dim": 8, "vocab_size": 61, "n_positions": 64}
+    return GPTJConfig(**{**settings, "bos_token_id": 1, "eos_token_id": 2, **overrides})
+
+
+CONFIGS = {"neox": neox, "gptj": gptj}
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a13_re_mapped_to_phi_with_the_same_logits(tiny, tmp_path, family):
+    model = tiny.tiny_model(CONFIGS[family]())
+    tiny.save(model, tmp_path / "in")
+    report = convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=6)
+    assert report.model_type == "phi" and report.remapped_from == model.config.model_type
+    phi = tiny.load(tmp_path / "out")
+    assert type(phi).__name__ == "PhiForCausalLM"
+    wanted = tiny.logits(model)
+    assert (tiny.logits(phi) - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    exact = (tiny.logits(phi.double()) - tiny.logits(model.double())).abs().max()
+    assert exact < 5e-6 * wanted.abs().max()  # float32 rounding of the folded weights
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_a13_planted_solution_after_the_re_map(tiny, tmp_path, family):
+    """Heads 3g .. 3g + 2 are made alike in the source's own layout; then merging them changes nothing."""
+    model = tiny.tiny_model(CONFIGS[family]())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "query_key_value" in name:
+                heads = parameter.unflatten(0, (6, 3, 12))
+                heads[:, 1:] = heads[[0, 0, 0, 3, 3, 3], 1:]
+            elif "attn.k_proj" in name or "attn.v_proj" in name:
+                heads = parameter.unflatten(0, (6, 12))
+                heads[:] = heads[[0, 0, 0, 3, 3, 3]]
+    tiny.save(model, tmp_path / "in")
+    wanted = tiny.logits(model)
+    for method in ("mean", "first"):
+        convert_checkpoint(tmp_path / "in", tmp_path / method, num_key_value_heads=2, method=method)
+        converted = tiny.load(tmp_path / method)
+        assert (tiny.logits(converted) - wanted).abs().max() < 2e-5 * wanted.abs().max()
+        assert 3 * tiny.cached_bytes(converted) == tiny.cached_bytes(model)
+
+
+@pytest.mark.parametrize("overrides", [{"attention_bias": False}, {"tie_word_embeddings": True}])
+def test_variants_of_neox(tiny, tmp_path, overrides):
+    model = tiny.tiny_model(neox(**overrides))
+    tiny.save(model, tmp_path / "in")
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=6)
+    wanted = tiny.logits(model)
+    assert (tiny.logits(tiny.load(tmp_path / "out")) - wanted).abs().max() < 2e-5 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_stored_dtype_shards_bin_files_and_blocks(tiny, tmp_path, monkeypatch, family):
+    model = tiny.tiny_model(CONFIGS[family](), torch.bfloat16)
+    tiny.save(model, tmp_path / "one")
+    tiny.save(model, tmp_path / "many", max_shard_size="40KB")
+    (tmp_path / "bin").mkdir()
+    torch.save(load_file(tmp_path / "one" / "model.safetensors"), tmp_path / "bin" / "pytorch_model.bin")
+    (tmp_path / "bin" / "config.json").write_bytes((tmp_path / "one" / "config.json").read_bytes())
+    results = []
+    for name in ("one", "many", "bin"):
+        if name == "many":
+            monkeypatch.setattr("headfold.convert.checkpoint.BLOCK_BYTES", 700)
+        convert_checkpoint(tmp_path / name, tmp_path / f"{name}_out", num_key_value_heads=3)
+        results.append(tiny.load(tmp_path / f"{name}_out", torch.bfloat16).state_dict())
+    for name, tensor in results[0].items():
+        assert tensor.dtype == torch.bfloat16
+        assert torch.equal(tensor, results[1][name]) and torch.equal(tensor, results[2][name]), name
+    assert len(list((tmp_path / "many_out").glob("model-*.safetensors"))) > 2
+
+
+def test_old_configs_and_names(tiny, tmp_path):
+    """As Pythia's files have them: rotary_pct, rotary_emb_base, embed_out, and buffers of attention masks."""
+    model = tiny.tiny_model(neox())
+    tiny.save(model, tmp_path / "in")
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    del config["rope_parameters"]
+    config.update(rotary_pct=0.5, rotary_emb_base=500, torch_dtype=config.pop("dtype"), model_card="kept")
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    assert "embed_out.weight" in tensors
+    for layer in range(2):
+        attention = f"gpt_neox.layers.{layer}.attention"
+        tensors[f"{attention}.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool)
+        tensors[f"{attention}.masked_bias"] = torch.tensor(-1e9)
+        tensors[f"{attention}.rotary_emb.inv_freq"] = torch.ones(3)
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    assert check_checkpoint(tmp_path / "in") == []
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=6)
+    wanted = tiny.logits(model)
+    assert (tiny.logits(tiny.load(tmp_path / "out")) - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["rope_theta"] == 500 and written["partial_rotary_factor"] == 0.5 and written["model_card"] == "kept"
+    assert not {"rotary_pct", "rotary_emb_base", "use_parallel_residual"} & written.keys()
+    record = json.loads((tmp_path / "out" / "headfold.json").read_text())
+    assert record["source"]["model_type"] == "gpt_neox"
+
+
+def test_what_has_no_exact_counterpart_is_refused(tiny, tmp_path):
+    tiny.save(tiny.tiny_model(neox(use_parallel_residual=False)), tmp_path / "sequential")
+    with pytest.raises(RefusedError, match="use_parallel_residual is false"):
+        convert_checkpoint(tmp_path / "sequential", tmp_path / "out", num_key_value_heads=2)
+    path = tiny.save(tiny.tiny_model(neox()), tmp_path / "in")
+    tensors = load_file(path / "model.safetensors")
+    for change, message in [
+        ({"gpt_neox.layers.0.attention.extra": torch.ones(1)}, "is a tensor that is not known"),
+        (
+            {"gpt_neox.layers.1.attention.query_key_value.weight": torch.ones(72, 72)},
+            r"should have the shape \[216, 72\]",
+        ),
+        ({"gpt_neox.layers.1.input_layernorm.bias": torch.ones(71)}, r"should have the shape \[72\]"),
+        ({"gpt_neox.layers.1.post_attention_layernorm.bias": None}, "is missing"),
+    ]:
+        changed = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
+        save_file(changed, path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(RefusedError, match=message) as caught:
+            convert_checkpoint(path, tmp_path / "out", num_key_value_heads=2)
+        assert "\n" not in str(caught.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_folding_that_overflows_is_an_error(tiny, tmp_path):
+    path = tiny.save(tiny.tiny_model(neox(), torch.float16), tmp_path / "in")
+    tensors = load_file(path / "model.safetensors")
+    tensors["gpt_neox.layers.0.input_layernorm.weight"] += 60000
+    tensors["gpt_neox.layers.0.attention.query_key_value.weight"] *= 100
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match=r"is not finite in F16 after the re-map"):
+        convert_checkpoint(path, tmp_path / "out", num_key_value_heads=2)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["in"]
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_plan_knows_re_mapped_models(tiny, tmp_path, family):
+    from headfold.recipes.plan import plan
+
+    tiny.save(tiny.tiny_model(CONFIGS[family]()), tmp_path)
+    stored = plan(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    empty = plan(tmp_path)
+    assert [option.num_key_value_heads for option in stored.options] == [6, 3, 2, 1]
+    assert stored.options == empty.options and stored.num_parameters == empty.num_parameters
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_calibration_wants_the_re_map_first(tiny, tmp_path, family):
+    tiny.save(tiny.tiny_model(CONFIGS[family]()), tmp_path / "in")
+    with pytest.raises(RefusedError, match=r"re-map it first, which is exact \(--method mean --kv-heads 6\)"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=2, calibration="x.txt")
