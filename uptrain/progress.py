@@ -178,17 +178,16 @@ class Reporter:
             self.say(f"step {values['step']}/{self._num_steps}  {state}  {left:,.0f} s left")
 
 
-_next_announcement = 0.0
+class TokenCounter:
+    """Says every ten seconds how many tokens have been packed."""
 
+    def __init__(self) -> None:
+        self._next = time.monotonic() + 10
 
-def announce_tokens(num_tokens: int) -> None:
-    """Say every ten seconds how many tokens have been packed."""
-    global _next_announcement
-    now = time.monotonic()
-    if now >= _next_announcement:
-        if _next_announcement:
+    def __call__(self, num_tokens: int) -> None:
+        if time.monotonic() >= self._next:
+            self._next += 10
             print(f"uptrain: tokenizing, {num_tokens:,} tokens so far", file=sys.stderr, flush=True)
-        _next_announcement = now + 10
 
 
 def keep_metrics(path: Path, last_step: int) -> None:

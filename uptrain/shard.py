@@ -44,9 +44,9 @@ class Spread:
             return module
         if self._mesh is not None and trainable:
             devices = [self._device] if self._device.type != "cpu" else None
-            return DistributedDataParallel(
-                module, device_ids=devices, broadcast_buffers=False, gradient_as_bucket_view=True
-            )
+            repeated = DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
+            repeated.broadcast_buffers = False  # they are constants; torch 2.13 renames the argument, not the attribute
+            return repeated
         return module
 
 

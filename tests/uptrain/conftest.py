@@ -168,7 +168,7 @@ def run_worker(
     file = folder / "jobs.json"
     file.write_text(json.dumps(jobs), encoding="utf-8")
     command = worker_command(file, num_processes)
-    done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=worker_environment(), capture_output=True, text=True, timeout=1200)
     if check:
         assert done.returncode == 0, done.stderr
     return done
