@@ -45,6 +45,8 @@ class Family:
     """The share of channels that rotate where the config does not say; None: the family always rotates all."""
     rotary_layers: Callable[[dict[str, Any], int], bool] | None = None
     """Whether a layer rotates at all, from the (text) config and the layer's number; None: all layers do."""
+    layers: str = "layers"
+    """What the list of layers is called on disk."""
     attention: str = "self_attn"
     output: str = "o_proj"
     fused: str | None = None
@@ -75,12 +77,13 @@ FAMILIES: dict[str, Family] = {
         ("llama", "mistral", "mixtral", "ministral", "qwen2", "qwen2_moe", "arcee", "aria_text", "hyperclovax"), _LLAMA
     ),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "jais2", "phimoe"), _LLAMA),
-    **dict.fromkeys(("ministral3", "cwm", "seed_oss"), Family(head_dim=128)),
+    **dict.fromkeys(("ministral3", "cwm", "seed_oss", "internlm3", "iquestcoder"), Family(head_dim=128)),
+    "exaone": Family(layers="h", attention="attn.attention", output="out_proj"),
     **dict.fromkeys(("gemma", "gemma2", "vaultgemma"), _GEMMA),
     "starcoder2": Family(ties=True),
     "gemma3_text": Family(head_dim=256, norm="shared", ties=True),
-    "qwen3": Family(head_dim=128, norm="shared"),
-    **dict.fromkeys(("qwen3_moe", "apertus", "dots1"), _QK_NORM),
+    **dict.fromkeys(("qwen3", "hy_v3"), Family(head_dim=128, norm="shared")),
+    **dict.fromkeys(("qwen3_moe", "apertus", "apertus1p5_text", "dots1"), _QK_NORM),
     **dict.fromkeys(("exaone4", "exaone_moe"), Family(norm="shared", rotary_layers=_sliding_layers)),
     **dict.fromkeys(
         ("hunyuan_v1_dense", "hunyuan_v1_moe"),
@@ -91,6 +94,8 @@ FAMILIES: dict[str, Family] = {
     "olmo": Family(clips=True),
     **dict.fromkeys(("olmo2", "olmo3", "flex_olmo"), Family(norm="flat")),
     "olmoe": Family(norm="flat", clips=True),
+    "minimax_m2": Family(partial_rotary=1.0, norm="flat", head_dim=128),
+    "solar_open": Family(partial_rotary=1.0, head_dim=128),
     "phi": Family(partial_rotary=0.5, output="dense", norm="shared", q_norm=_Q, k_norm=_K),
     "phi3": Family(partial_rotary=1.0, fused="qkv_proj"),
     "nemotron": Family(partial_rotary=0.5),

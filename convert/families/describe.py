@@ -34,10 +34,16 @@ def describe(checkpoint: Checkpoint) -> list[AttentionLayer]:
     config = attention_config(checkpoint.config)
     _refuse_quantised(checkpoint, config)
     prefix, layers = _find_layers(checkpoint, config)
-    family = config.family or _recognise(checkpoint, config, f"{prefix}{layers[0]}.self_attn.")
-    described = [_layer(checkpoint, config, family, prefix, index) for index in layers]
-    if config.family is None:
-        _refuse_other_heads(checkpoint, config, described)
+    if config.family is not None:
+        return [_layer(checkpoint, config, config.family, prefix, index) for index in layers]
+    family = _recognise(checkpoint, config, f"{prefix}{layers[0]}.self_attn.")
+    try:
+        described = [_layer(checkpoint, config, family, prefix, index) for index in layers]
+    except CheckpointError as error:  # perhaps nothing is wrong with it, but for our understanding of it
+        raise RefusedError(
+            f"{config.model_type}: cannot be converted: a family that is not declared; {error}"
+        ) from error
+    _refuse_other_heads(checkpoint, config, described)
     return described
 
 
@@ -54,7 +60,7 @@ def _find_layers(checkpoint: Checkpoint, config: AttentionConfig) -> tuple[str, 
     """The prefix of the layers' names (`model.layers.`) and the numbers of those that have attention."""
     family = config.family or Family()
     anchor = family.fused or "k_proj"
-    pattern = re.compile(rf"(?P<prefix>(?:.*\.)?layers\.)(?P<index>\d+)\.{family.attention}\.{anchor}\.weight")
+    pattern = re.compile(rf"(?P<prefix>(?:.*\.)?{family.layers}\.)(?P<index>\d+)\.{family.attention}\.{anchor}\.weight")
     found: dict[str, set[int]] = {}
     for name in checkpoint.tensors:
         if match := pattern.fullmatch(name):
@@ -69,15 +75,13 @@ def _find_layers(checkpoint: Checkpoint, config: AttentionConfig) -> tuple[str, 
             f"({', '.join(sorted(found)[:3])})"
         )
     prefix, indices = next(iter(found.items()))
-    missing = sorted(set(range(config.num_layers)) - indices)
-    types = config.text.get("layer_types")
-    expects_others = (
-        family.is_hybrid
-        or "per_layer_config" in config.text
-        or (isinstance(types, list) and any("attention" not in str(kind) or "linear" in str(kind) for kind in types))
-        or (config.family is None and "attn_layer_indices" in config.text)
-    )
-    if missing and not expects_others:
+    may_lack = family.is_hybrid or config.family is None or "per_layer_config" in config.text
+    missing = [
+        layer
+        for layer in sorted(set(range(config.num_layers)) - indices)
+        if not may_lack or any(name.startswith(f"{prefix}{layer}.{family.attention}.") for name in checkpoint.tensors)
+    ]
+    if missing:
         raise CheckpointError(
             f"{checkpoint.path}: config.json says num_hidden_layers {config.num_layers}, "
             f"but layer {missing[0]} has no {family.attention}.{anchor}.weight"
@@ -184,7 +188,7 @@ def _layer(checkpoint: Checkpoint, config: AttentionConfig, family: Family, pref
     o = projection(family.output, hidden_size, q_rows)
     layer = AttentionLayer(
         index=index,
-        module=module if module.startswith(("model.", "language_model.")) else f"model.{module}",
+        module=_module_name(family, prefix, index),
         num_attention_heads=num_heads,
         num_key_value_heads=num_kv_heads,
         head_dim=head_dim,
@@ -205,6 +209,13 @@ def _layer(checkpoint: Checkpoint, config: AttentionConfig, family: Family, pref
             f"{config.model_type}: cannot be converted: {unknown[0]} is a part of its attention that is not known"
         )
     return layer
+
+
+def _module_name(family: Family, prefix: str, index: int) -> str:
+    if family.layers != "layers":  # renamed by transformers while it loads
+        return f"model.layers.{index}.self_attn"
+    name = f"{prefix}{index}.{family.attention}"
+    return name if name.startswith(("model.", "language_model.")) else f"model.{name}"
 
 
 def _check_kv_rows(

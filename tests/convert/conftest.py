@@ -10,6 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+_MOE: dict[str, Any] = {
+    "num_experts": 2,
+    "num_local_experts": 2,
+    "n_routed_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 2,
+    "n_group": 1,
+    "topk_group": 1,
+}
+
 # What differs from the common settings below. head_dim 12 is no power of two, and 6 heads are neither.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -42,34 +53,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},
     "qwen3_moe": {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 16},
     "apertus": {},
-    "dots1": {
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "first_k_dense_replace": 2,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "dots1": _MOE,
     "exaone4": {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
-    "exaone_moe": {
-        "sliding_window": 4,
-        "layer_types": ["sliding_attention", "full_attention"],
-        "num_experts": 2,
-        "num_experts_per_tok": 1,
-        "first_k_dense_replace": 2,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "exaone_moe": {**_MOE, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
     "hunyuan_v1_dense": {},
     "hunyuan_v1_moe": {"num_experts": 2, "moe_topk": 1},
     "lfm2": {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2},
-    "glm4_moe": {
-        "n_routed_experts": 2,
-        "num_experts_per_tok": 1,
-        "first_k_dense_replace": 2,
-        "use_qk_norm": True,
-        "n_group": 1,
-        "topk_group": 1,
-    },
+    "glm4_moe": {**_MOE, "use_qk_norm": True},
     "olmo": {"clip_qkv": 0.5},
     "olmo2": {},
     "olmo3": {},
@@ -90,6 +80,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"num_local_experts": 2, "num_experts_per_tok": 1},
     "granite_swa": {},
     "granitemoe_swa": {"num_local_experts": 2, "num_experts_per_tok": 1},
+    "apertus1p5_text": {},
+    "cohere2_moe": {**_MOE, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+    "exaone": {},
+    "hy_v3": _MOE,
+    "internlm3": {},
+    "iquestcoder": {},
+    "minimax_m2": _MOE,
+    "solar_open": _MOE,
+    # not declared, but recognised
+    "falcon_h1": {"mamba_d_ssm": 16, "mamba_n_heads": 2, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 4},
+    "jamba": {**_MOE, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "kolibri1": _MOE,
+    "lara_mini": {"layer_types": ["linear_attention", "full_attention"]},
+    "llama4_text": _MOE,
+    "mellum": _MOE,
+    "minimax_m3_vl_text": _MOE,
+    "nanochat": {},
 }
 
 # Families whose classes know no head_dim, so that it is hidden_size / num_attention_heads.
@@ -201,7 +208,7 @@ def expand(path: Path, output: Path, num_key_value_heads: int) -> Path:
     return output
 
 
-FLAT = ("olmo2", "olmo3", "olmoe", "flex_olmo")
+FLAT = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")
 
 
 def _repeat(tensor: torch.Tensor, num_heads: int, times: int) -> torch.Tensor:

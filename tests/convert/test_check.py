@@ -78,7 +78,7 @@ def test_the_declared_defaults_are_those_of_the_classes():
         if family.head_dim is not None:
             assert config.head_dim == family.head_dim, model_type
         share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor")
-        assert share == family.partial_rotary, model_type
+        assert (share or 1.0) == (family.partial_rotary or 1.0), model_type
 
 
 def test_a_base_model_without_a_head_is_sound(tiny, llama):
