@@ -9,20 +9,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .append import kv_append
     from .attention import gqa_decode, register_attention
+    from .cache import KVCache, PagedKVCache
     from .errors import KernelError
     from .memory import kv_cache_bytes
     from .reference import gqa_decode_reference
 
 _MODULE_OF_NAME = {
+    "KVCache": "cache",
     "KernelError": "errors",
+    "PagedKVCache": "cache",
     "gqa_decode": "attention",
     "gqa_decode_reference": "reference",
+    "kv_append": "append",
     "kv_cache_bytes": "memory",
     "register_attention": "attention",
 }
 
-__all__ = ["KernelError", "gqa_decode", "gqa_decode_reference", "kv_cache_bytes", "register_attention"]
+__all__ = [
+    "KVCache",
+    "KernelError",
+    "PagedKVCache",
+    "gqa_decode",
+    "gqa_decode_reference",
+    "kv_append",
+    "kv_cache_bytes",
+    "register_attention",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -218,7 +218,9 @@ def _read_sass(sass: str, num_scale_copies: int) -> dict[str, int]:
     return {
         "num_spills": sum(name.startswith(("LDL", "STL")) for _, name in names),
         "copy_bits": width,
-        "num_matrix_instructions": sum("MMA" in name for _, name in names),
+        "num_matrix_instructions": sum(
+            name.startswith(("HMMA", "HGMMA", "IMMA", "QMMA", "QGMMA")) for _, name in names
+        ),
         "tiles_in_flight": everywhere[width] // in_loop[width] - 1,
         "loop_instructions": len(loop),
     }
