@@ -114,14 +114,15 @@ FAMILIES: dict[str, Family] = {
 
 # Families whose classes have no field for the number of KV heads. Their configs take `num_key_value_heads` without a
 # word and build full multi-head attention, so a converted checkpoint would not load, or load as something else.
-_NO_FIELD = "its class in transformers has no field for the number of KV heads"
-_CONVERT_TO = "no class with that field computes the same function"
+_NO_FIELD = "its class in transformers has no field for the number of KV heads (a cache of 8 or 4 bits is smaller too)"
 WITHOUT_KV_FIELD: dict[str, str] = {
     **dict.fromkeys(
-        ("gpt2", "gpt-sw3", "openai-gpt", "gpt_neo", "bloom", "mpt", "codegen", "persimmon", "fuyu", "biogpt", "xglm"),
-        f"{_NO_FIELD}, and {_CONVERT_TO}",
+        ("gpt2", "gpt-sw3", "openai-gpt", "gpt_neo", "opt", "bloom", "mpt", "codegen", "persimmon", "fuyu", "biogpt"),
+        _NO_FIELD,
     ),
-    **dict.fromkeys(("opt", "ctrl", "cpmant", "xlm", "xlnet", "reformer", "modernbert-decoder", "hrm_text"), _NO_FIELD),
+    **dict.fromkeys(
+        ("xglm", "ctrl", "cpmant", "xlm", "xlnet", "reformer", "modernbert-decoder", "hrm_text"), _NO_FIELD
+    ),
     **dict.fromkeys(("gpt_neox", "gptj"), f"{_NO_FIELD}; it has to be re-mapped first"),  # see remap.py
     "gpt_neox_japanese": _NO_FIELD,
     "falcon": "it caches every query head in transformers, so that fewer KV heads would save nothing",
@@ -139,5 +140,11 @@ UNSUPPORTED: dict[str, str] = {
     "zamba2": "its attention layers share their weights",
     "gemma3n_text": "later layers reuse the cache of earlier ones",
     "zaya": "its V heads mix two tokens",
+    "sarvam_moe": "its q, k and v are fused in a layout that is not supported",
+    **dict.fromkeys(("gemma4_text", "gemma4_unified_text"), "its layers have K heads of two sizes and share caches"),
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"),
+        "few of its layers have attention, and their q_proj holds a gate as well",
+    ),
     "mimo_v2_flash": "its K and V heads differ in size",
 }

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
     Rows = Callable[[int, int], torch.Tensor]
 
+REMAPPED = {"gpt_neox": "phi", "gptj": "phi"}
+"""The model types that are re-mapped, and what they become."""
+
 # Buffers of old checkpoints, which the classes compute themselves.
 _BUFFERS = re.compile(r".*\.(attention|attn)\.(bias|masked_bias|rotary_emb\.inv_freq)")
 
@@ -47,7 +50,7 @@ def remap_config(config: dict[str, Any]) -> dict[str, Any]:
 def remap(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as one of the re-mapped class, its tensors computed as they are read; itself if it needs none."""
     model_type = checkpoint.config["model_type"]
-    if model_type not in ("gpt_neox", "gptj"):
+    if model_type not in REMAPPED:
         return checkpoint
     config = remap_config(checkpoint.config)
     attention_config(config)  # its counts are numbers

@@ -7,6 +7,7 @@ the declared rotary style, by a change of K and Q that only the right style leav
 
 import copy
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -259,3 +260,18 @@ def test_a22_configs_that_contradict_the_tensors(llama, change, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         describe(Checkpoint.open(llama))
     assert "\n" not in str(caught.value)
+
+
+def test_the_table_in_the_docs_claims_what_is_tested_here():
+    from headfold.convert.families.remap import REMAPPED
+
+    lines = (Path(__file__).parents[2] / "docs" / "families.md").read_text().splitlines()
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")][1:]
+    by_answer = {
+        answer: {row[0] for row in rows if row[1] == answer} for answer in ("yes", "re-mapped", "recognised", "no")
+    }
+    assert by_answer["yes"] == set(FAMILIES)
+    assert by_answer["re-mapped"] == set(REMAPPED)
+    assert by_answer["recognised"] == set(RECOGNISED)
+    assert all(row[2] for row in rows if row[1] == "no")
+    assert sum(map(len, by_answer.values())) == len(rows) > 150
