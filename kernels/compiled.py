@@ -100,8 +100,9 @@ def compile_decode(
     quantised = is_quantised(cache_dtype)
     if quantised and key_scales is None:
         key_scales = "token"
-    tile = decode.tile_for(f"sm_{capability}", head_dim, group_size, cache_dtype)
-    operand = decode.dot_dtype(getattr(torch, q_dtype), cache_dtype)
+    dtype = getattr(torch, q_dtype)
+    tile = decode.tile_for(f"sm_{capability}", head_dim, group_size, dtype, cache_dtype)
+    operand = decode.dot_dtype(dtype, cache_dtype)
     element_bytes = max(num_bits(cache_dtype) // 8, 1)
 
     values: dict[str, Any] = {

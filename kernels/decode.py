@@ -510,28 +510,36 @@ _PROGRAMS_PER_SM = {
 }
 
 
-def tile_for(device_class: str, head_dim: int, group_size: int, cache_dtype: str) -> Tile:
-    """The tile of a device class (sm_80, sm_86, sm_90). Nothing is tried out at run time, so nothing can stall or
-    differ.
+def dot_dtype(q_dtype: torch.dtype, cache_dtype: str) -> torch.dtype:
+    """The dtype that keys and values are multiplied in. float16 holds every quantised value exactly."""
+    return torch.float16 if is_quantised(cache_dtype) and q_dtype != torch.float32 else q_dtype
+
+
+def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.dtype, cache_dtype: str) -> Tile:
+    """The tile of a device class (sm_80, sm_86, sm_90). Nothing is tried out at run time, so nothing stalls or differs.
 
     Three stages keep two tiles in flight: 64 KB of 16-bit K and V per program, 32 KB of 8 bits. Larger heads get fewer
     keys per tile rather than more warps.
     """
     bits = num_bits(cache_dtype)
     block_d = max(16, triton.next_power_of_2(stored_head_dim(cache_dtype, head_dim)))
+    block_n = min(128, (4096 if bits == 32 else 8192) // block_d)
+    num_stages = 3
+    if is_quantised(cache_dtype) and q_dtype == torch.float32:
+        block_n = max(16, block_n // 4)  # as float32 operands they fill the registers
+    elif head_dim * bits // 8 % 16:
+        # Rows that are copied in smaller pieces take more registers, and padded ones more memory: fewer keys, but more
+        # tiles ahead.
+        block_n = min(64, block_n)
+        num_stages = 5 if bits == 4 else 3
     return Tile(
         block_m=min(16, triton.next_power_of_2(group_size)),
-        block_n=min(128, (4096 if bits == 32 else 8192) // block_d),
+        block_n=block_n,
         block_d=block_d,
         num_warps=4,
-        num_stages=3,
+        num_stages=num_stages,
         programs_per_sm=_PROGRAMS_PER_SM[device_class][bits],
     )
-
-
-def dot_dtype(q_dtype: torch.dtype, cache_dtype: str) -> torch.dtype:
-    """The dtype that keys and values are multiplied in. float16 holds every quantised value exactly."""
-    return torch.float16 if is_quantised(cache_dtype) and q_dtype != torch.float32 else q_dtype
 
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -582,7 +590,7 @@ def gqa_decode_triton(
     """Runs the kernels on arguments that `gqa_decode` has checked; returns output and LSE."""
     shape = decode_shape(q, k_cache, block_table, k_scale)
     device_class, num_sms = _device(q.device)
-    tile = tile_for(device_class, shape.head_dim, shape.group_size, shape.cache_dtype)
+    tile = tile_for(device_class, shape.head_dim, shape.group_size, q.dtype, shape.cache_dtype)
     programs = shape.num_key_value_heads * triton.cdiv(shape.group_size, tile.block_m)
     programs_at_once = num_sms * tile.programs_per_sm
     if num_splits is None:
