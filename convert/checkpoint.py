@@ -61,6 +61,7 @@ CARD_FILE = "README.md"
 BLOCK_BYTES = 1 << 24
 """What goes through torch goes in blocks of about this size, so that memory does not grow with the model."""
 
+_MAX_BESIDE_BYTES = 10_000_000
 _COPY_PIECE_BYTES = 1 << 26
 _NUM_COPY_THREADS = 4
 
@@ -127,6 +128,17 @@ class Checkpoint:
             file.seek(entry.start + start * row_bytes)
             read_into(file, memoryview(tensor.numpy().data))
         return tensor.view(dtype).reshape(shape)
+
+
+def read_beside(directory: Path, name: str) -> bytes | None:
+    """The bytes of a file beside the weights; None if there is none. Raises CheckpointError if it leads outside."""
+    if not os.path.lexists(directory / name):
+        return None
+    path = _contained(directory / name, directory)
+    with io_errors(path, "read", CheckpointError):
+        if path.stat().st_size > _MAX_BESIDE_BYTES:
+            raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes are too many for this file")
+        return path.read_bytes()
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
@@ -520,11 +532,11 @@ class CheckpointWriter:
             self._write_json(INDEX_FILE, self._new_index())
         self._write_json("config.json", config)
         self._write_json(RECORD_FILE, record)
-        card = self.source.path / CARD_FILE
-        old_card = card.read_bytes().decode("utf-8", errors="surrogateescape") if card.is_file() else None
+        card = read_beside(self.source.path, CARD_FILE)
+        # surrogateescape: whatever is no UTF-8 in it comes out as it went in
+        text = amended_card(None if card is None else card.decode("utf-8", "surrogateescape"), record)
         with io_errors(self.partial / CARD_FILE, "write"):
-            text = amended_card(old_card, record)
-            (self.partial / CARD_FILE).write_bytes(text.encode("utf-8", errors="surrogateescape"))
+            (self.partial / CARD_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
         verify_checkpoint(self.partial)
         self._sync()
         self._publish()
@@ -549,7 +561,7 @@ class CheckpointWriter:
     def _sync(self) -> None:
         for path in self.partial.rglob("*"):
             if path.is_file():
-                with io_errors(path, "write"), path.open("rb") as handle:
+                with io_errors(path, "write"), path.open("r+b") as handle:
                     os.fsync(handle.fileno())
 
     def _publish(self) -> None:

@@ -26,6 +26,7 @@ from headfold.convert.checkpoint import (
     CheckpointWriter,
     load_config,
     other_files,
+    read_beside,
     refuse_output,
     resolve_model,
     row_blocks,
@@ -34,7 +35,7 @@ from headfold.convert.errors import RefusedError
 from headfold.convert.families import AttentionLayer, HeadNorm, Projection, attention_config, describe
 from headfold.convert.families import with_num_key_value_heads as edited_config
 from headfold.convert.families.remap import remap, remap_config
-from headfold.convert.header import read_json_object
+from headfold.convert.header import parse_json_object
 from headfold.convert.settings import ConvertSettings, Grouping, Method
 from headfold.convert.texts import read_documents, text_fingerprint
 from headfold.kernels.cache import kv_cache_bytes
@@ -397,8 +398,9 @@ def _record(
         "sha256": checkpoint.fingerprint,
         "model_type": checkpoint.config["model_type"],
     }
-    if (checkpoint.path / RECORD_FILE).is_file():
-        source["record"] = read_json_object(checkpoint.path / RECORD_FILE)  # what had been done to it before
+    old_record = read_beside(checkpoint.path, RECORD_FILE)
+    if old_record is not None:  # what had been done to it before
+        source["record"] = parse_json_object(old_record, str(checkpoint.path / RECORD_FILE))
     return {
         "headfold": _version("headfold"),
         "source": source,

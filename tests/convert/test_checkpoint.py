@@ -354,7 +354,7 @@ def test_a7_links_to_the_blobs_of_a_hub_cache_are_followed_and_no_others(tmp_pat
     copy_of(snapshot, tmp_path / "out")
     assert not any(path.is_symlink() for path in (tmp_path / "out").iterdir())
 
-    for name in ("model.safetensors", "config.json", "tokenizer.json"):
+    for name in ("model.safetensors", "config.json", "tokenizer.json", "README.md"):
         source = write_single(tmp_path / f"linked_{name}")
         (source / name).unlink(missing_ok=True)
         (source / name).symlink_to(files / "model.safetensors")

@@ -383,6 +383,37 @@ def test_the_record(llama, tmp_path):
     assert record["versions"].keys() >= {"python", "torch", "transformers"} and record["time"].endswith("+00:00")
 
 
+@pytest.mark.parametrize("name", ["README.md", "headfold.json"])
+def test_a_card_or_record_that_leads_outside_is_not_read(llama, tmp_path, name):
+    (tmp_path / "secret").write_text('{"secret": 1}')
+    (llama / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "card",
+    [
+        b"",
+        b"---",
+        b"---\n---\n",
+        b"---\nnot a mapping\n---\nText\n",
+        b"---\na: [\n---\nText\n",
+        b"\xff\xfe broken\r\n",
+        b"---\r\nlicense: mit\r\n---\r\nText\r\n",
+        b"---\na: &x [1]\nb: [*x, *x]\n---\n",
+    ],
+)
+def test_odd_model_cards_keep_their_bytes(llama, tmp_path, card):
+    (llama / "README.md").write_bytes(card)
+    convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
+    result = (tmp_path / "out" / "README.md").read_bytes()
+    assert b"Converted to grouped-query attention" in result
+    for line in card.replace(b"---", b"").split(b"\n"):
+        assert line.strip() in result
+
+
 CARD = """---
 license: llama2   # as it is
 tags: [a, b]
