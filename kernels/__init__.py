@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from .attention import gqa_decode, register_attention
     from .cache import KVCache, PagedKVCache
     from .errors import KernelError
+    from .loop import DecodeLoop
     from .memory import kv_cache_bytes
     from .reference import gqa_decode_reference
 
 _MODULE_OF_NAME = {
+    "DecodeLoop": "loop",
     "KVCache": "cache",
     "KernelError": "errors",
     "PagedKVCache": "cache",
@@ -28,6 +30,7 @@ _MODULE_OF_NAME = {
 }
 
 __all__ = [
+    "DecodeLoop",
     "KVCache",
     "KernelError",
     "PagedKVCache",

@@ -194,6 +194,8 @@ class KVCache(Cache):
         # Tokens of each sequence, those of the running forward pass included. On the device: a CUDA graph moves it on.
         self.lengths = torch.zeros(self.num_sequences, dtype=torch.int32, device=self.device)
         self.num_tokens = 0
+        # Whether `update` counts on the host too. A decode loop that replays a graph does it itself.
+        self.counts_tokens = True
 
     def _make_layer(self, window: int | None, num_heads: int, head_dim: int) -> _Layer:
         num_slots = self.max_tokens if window is None else min(window, self.max_tokens)
@@ -241,7 +243,9 @@ class KVCache(Cache):
             )
         num_new = key_states.shape[2]
         if layer_idx == 0:
-            self._advance(num_new)
+            if self.counts_tokens:
+                self.count(num_new)
+            self.lengths += num_new
         key, value = key_states.transpose(1, 2), value_states.transpose(1, 2)
         if self.key_scales == "channel" and not layer.is_calibrated and layer.k_scale is not None:
             if num_new < _CALIBRATION_TOKENS:
@@ -278,15 +282,14 @@ class KVCache(Cache):
         view = CachedKeys(self, layer)
         return view, view
 
-    def _advance(self, num_new: int) -> None:
-        """Makes room for new tokens of every sequence, in the first layer for all."""
+    def count(self, num_new: int) -> None:
+        """Makes room for new tokens of every sequence; the host's half of `update`, done in the first layer for all."""
         if self.num_tokens + num_new > self.max_tokens:
             raise KernelError(
                 f"the cache holds {self.max_tokens} tokens per sequence, {self.num_tokens + num_new} are needed: make "
                 "it larger"
             )
         self.num_tokens += num_new
-        self.lengths += num_new
 
     def _read(self, layer: _Layer, start: int, end: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of tokens start..end of every sequence, (B, N, G, D) of `dtype`."""
@@ -389,10 +392,9 @@ class PagedKVCache(KVCache):
     def num_tokens(self, value: int) -> None:
         self._lengths = [value] * self.num_sequences
 
-    def _advance(self, num_new: int) -> None:
+    def count(self, num_new: int) -> None:
         self.reserve(num_new)
         self._lengths = [length + num_new for length in self._lengths]
-        self.lengths += num_new
 
     def reserve(self, num_new: int) -> None:
         """Takes the pages for the next `num_new` tokens of every sequence now, and makes the one written to its own."""
