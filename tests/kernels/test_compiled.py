@@ -7,6 +7,7 @@ import itertools
 import multiprocessing
 import re
 import struct
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -60,8 +61,9 @@ def check(builds) -> None:
     from headfold.kernels.dtypes import num_bits
 
     wrong = []
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        for found in pool.imap_unordered(build, builds):
+    # Not multiprocessing.Pool, which waits forever for the task of a worker that was killed.
+    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for found in pool.map(build, builds):
             faults = []
             if found.num_spills:
                 faults.append(f"{found.num_spills} spills")
