@@ -135,7 +135,7 @@ def convert_checkpoint(
         first = error.errors()[0]
         raise RefusedError(": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])) from error
     path = resolve_model(model, revision)
-    refuse_count(attention_config(remap_config(load_config(path))).num_key_value_heads, num_key_value_heads)
+    attention_config(remap_config(load_config(path))).refuse_count(num_key_value_heads)
     source = verify_checkpoint(path)
     checkpoint = remap(source)
     if settings.calibration is not None and checkpoint is not source:
@@ -144,7 +144,6 @@ def convert_checkpoint(
             f"{attention_config(checkpoint.config).num_key_value_heads[0]}), then convert the result with calibration"
         )
     layers = describe(checkpoint)
-    refuse_count([layer.num_key_value_heads for layer in layers], num_key_value_heads)
     _, left_out = other_files(checkpoint.path, checkpoint.shards())
     refuse_output(checkpoint.path, Path(output).absolute(), force=force)
     shapes = changed_shapes(checkpoint, layers, num_key_value_heads)
@@ -193,26 +192,10 @@ def convert_checkpoint(
     )
 
 
-def possible_counts(num_key_value_heads: list[int]) -> list[int]:
-    """The numbers of KV heads to which layers with these numbers can be converted: their common divisors."""
-    common = math.gcd(*num_key_value_heads)
-    return [count for count in range(1, common + 1) if common % count == 0]
-
-
 def tensor_parallel_sizes(num_attention_heads: int, num_key_value_heads: int) -> list[int]:
     """The numbers of ranks among which both query and KV heads split evenly."""
     common = math.gcd(num_attention_heads, num_key_value_heads)
     return [size for size in range(1, common + 1) if common % size == 0]
-
-
-def refuse_count(old: list[int], new: int) -> None:
-    """Raises RefusedError, with the numbers that work, if layers with `old` KV heads cannot get `new` ones."""
-    counts = possible_counts(old)
-    if new in counts:
-        return
-    there = _counts(_one_or_all(old))
-    why = f"there are only {there}" if new > max(old) else f"that does not divide the {there} there are"
-    raise RefusedError(f"{new} KV heads per layer are not possible: {why}; possible are {', '.join(map(str, counts))}")
 
 
 def changed_shapes(

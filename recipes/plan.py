@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from headfold.convert.checkpoint import Checkpoint, load_config, resolve_model
-from headfold.convert.conversion import changed_shapes, possible_counts, refuse_count, tensor_parallel_sizes
+from headfold.convert.conversion import changed_shapes, tensor_parallel_sizes
 from headfold.convert.errors import HeadfoldError, RefusedError
 from headfold.convert.families import AttentionConfig, attention_config, describe
 from headfold.convert.families.remap import remap, remap_config
@@ -97,14 +97,14 @@ def plan(
             "plan cannot measure on calibration text yet; convert with --method fold reports it per layer"
         )
     path = resolve_model(model, revision, only_config=True)
-    raw_config = remap_config(load_config(path))
+    source_config = load_config(path)
+    raw_config = remap_config(source_config)
     config = attention_config(raw_config)
     num_heads, num_kv_heads = config.uniform("num_attention_heads"), config.uniform("num_key_value_heads")
     head_dim = config.uniform("head_dim")
-    counts = possible_counts([num_kv_heads])
     for count in kv_heads or ():
-        refuse_count([num_kv_heads], count)
-    checkpoint, source = _weights(path, raw_config)
+        config.refuse_count(count)
+    checkpoint, source = _weights(path, source_config)
     layers = describe(checkpoint)
     windows = _windows(raw_config, config)
     cached = [_CachedLayer(layer.num_key_value_heads, layer.head_dim, windows.get(layer.index)) for layer in layers]
@@ -128,7 +128,7 @@ def plan(
         )
 
     options = []
-    for count in sorted(set(kv_heads or counts) | {num_kv_heads}, reverse=True):
+    for count in sorted(set(kv_heads or config.possible_counts()) | {num_kv_heads}, reverse=True):
         new_shapes = changed_shapes(checkpoint, layers, count)
         weight_bytes = checkpoint.total_bytes() - sum(checkpoint.tensors[name].nbytes for name in new_shapes)
         weight_bytes += sum(
@@ -193,11 +193,11 @@ def _dtype(raw_config: dict[str, Any], config: AttentionConfig) -> str:
     return "bfloat16"
 
 
-def _weights(path: Path, raw_config: dict[str, Any]) -> tuple[Checkpoint, str]:
+def _weights(path: Path, source_config: dict[str, Any]) -> tuple[Checkpoint, str]:
     """Names, shapes and dtypes of the weights: from their headers if they are here, else from an empty model."""
     if any(path.glob("*.safetensors")) or any(path.glob("pytorch_model*.bin")):
         return remap(Checkpoint.open(path)), "the headers of the weights"
-    return _empty_checkpoint(path, raw_config), "the config, by building the model without memory"
+    return remap(_empty_checkpoint(path, source_config)), "the config, by building the model without memory"
 
 
 def _empty_checkpoint(path: Path, raw_config: dict[str, Any]) -> Checkpoint:
@@ -205,7 +205,7 @@ def _empty_checkpoint(path: Path, raw_config: dict[str, Any]) -> Checkpoint:
     from transformers import AutoModelForCausalLM
 
     config = _transformers_config(raw_config)
-    dtype = getattr(torch, _dtype(raw_config, attention_config(raw_config)), torch.bfloat16)
+    dtype = getattr(torch, _dtype(raw_config, attention_config(remap_config(raw_config))), torch.bfloat16)
     try:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)

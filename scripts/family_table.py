@@ -16,7 +16,7 @@ from headfold.convert.checkpoint import Checkpoint
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import describe
 from headfold.convert.families.config import KV_FIELD
-from headfold.convert.families.declared import FAMILIES, UNSUPPORTED, WITHOUT_KV_FIELD
+from headfold.convert.families.declared import FAMILIES, MULTI_QUERY_FAMILIES, UNSUPPORTED, WITHOUT_KV_FIELD
 from headfold.convert.families.remap import REMAPPED
 from headfold.convert.header import TensorEntry
 
@@ -46,7 +46,8 @@ A multimodal model converts if its text tower is one of these.
 def row(model_type: str) -> tuple[str, str]:
     """The second and third column for one type."""
     if model_type in REMAPPED:
-        return "re-mapped", f"as {REMAPPED[model_type]}"
+        target = REMAPPED[model_type]
+        return "re-mapped", f"as {target}" + (", to one KV head" if target in MULTI_QUERY_FAMILIES else "")
     if model_type in FAMILIES:
         family = FAMILIES[model_type]
         notes = []
@@ -58,6 +59,8 @@ def row(model_type: str) -> tuple[str, str]:
         if family.clips:
             notes.append("clip_qkv")
         return "yes", "; ".join(notes)
+    if model_type in MULTI_QUERY_FAMILIES:
+        return "re-mapped", "without multi_query, to one KV head; with multi_query it has one already"
     reason = WITHOUT_KV_FIELD.get(model_type) or UNSUPPORTED.get(model_type) or _try(model_type)
     return ("no", reason) if reason else ("recognised", "")
 
@@ -78,7 +81,7 @@ def _try(model_type: str) -> str:
             return "no field for the number of KV heads"
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         with torch.device("meta"):
-            model = (model_class[0] if isinstance(model_class, tuple) else model_class)._from_config(config)
+            model = (model_class[0] if isinstance(model_class, tuple) else model_class)._from_config(config)  # type: ignore[union-attr]
     except Exception as error:  # a default config that its own class does not build
         return f"not tried: its default config builds no model ({type(error).__name__})"
     tensors = {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
 from headfold.convert.errors import CheckpointError, RefusedError
-from headfold.convert.families.declared import FAMILIES, UNSUPPORTED, WITHOUT_KV_FIELD, Family
+from headfold.convert.families.declared import FAMILIES, MULTI_QUERY_FAMILIES, UNSUPPORTED, WITHOUT_KV_FIELD, Family
 
 KV_FIELD = "num_key_value_heads"
+_GPT_NAMES = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
+"""What the fields are called in configs of GPT's line."""
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,30 @@ class AttentionConfig:
     num_attention_heads: list[int]
     num_key_value_heads: list[int]
     head_dim: list[int]
+    only_multi_query: bool
+    """Whether one KV head is the only number that its class can have, but for all of them."""
     states_kv_heads: bool
     """Whether the config says num_key_value_heads; where it does not, every query head has a KV head."""
+
+    def possible_counts(self) -> list[int]:
+        """The numbers of KV heads to which it can be converted: the common divisors of its layers' numbers."""
+        common = 1 if self.only_multi_query else math.gcd(*self.num_key_value_heads)
+        return [count for count in range(1, common + 1) if common % count == 0]
+
+    def refuse_count(self, count: int) -> None:
+        """Raises RefusedError, with the numbers that work, if this is not one of them."""
+        possible = self.possible_counts()
+        if count in possible:
+            return
+        there = " or ".join(map(str, sorted(set(self.num_key_value_heads))))
+        why = f"that does not divide the {there} there are"
+        if count > max(self.num_key_value_heads):
+            why = f"there are only {there}"
+        elif self.only_multi_query:
+            why = f"{self.model_type} has one or all"
+        raise RefusedError(
+            f"{count} KV heads per layer are not possible: {why}; possible are {', '.join(map(str, possible))}"
+        )
 
     def uniform(self, field: str) -> int:
         """The value that all layers have in common. Raises RefusedError if they differ."""
@@ -51,7 +76,8 @@ def attention_config(config: dict[str, Any]) -> AttentionConfig:
     assert isinstance(text, dict)
     model_type = str(text.get("model_type") or config.get("model_type"))
     _refuse_unsupported(config, text, model_type)
-    family = FAMILIES.get(model_type)
+    text = {**{field: text[name] for field, name in _GPT_NAMES.items() if name in text}, **text}
+    family = FAMILIES.get(model_type) or MULTI_QUERY_FAMILIES.get(model_type)
     hidden_size = _count(text, "hidden_size", model_type)
     num_layers = _count(text, "num_hidden_layers", model_type)
     default_head_dim = family.head_dim if family else None
@@ -87,6 +113,7 @@ def attention_config(config: dict[str, Any]) -> AttentionConfig:
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dims,
+        only_multi_query=model_type in MULTI_QUERY_FAMILIES,
         states_kv_heads=text.get(KV_FIELD) is not None,
     )
 
@@ -104,7 +131,7 @@ def with_num_key_value_heads(config: dict[str, Any], num_key_value_heads: int) -
         text.clear()
         for key, value in items:
             text[key] = value
-            if key == "num_attention_heads":
+            if key in ("num_attention_heads", _GPT_NAMES["num_attention_heads"]):
                 text[KV_FIELD] = new
     overrides = text.get("per_layer_config")
     for layer in overrides.values() if isinstance(overrides, dict) else ():

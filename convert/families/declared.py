@@ -48,6 +48,8 @@ class Family:
     layers: str = "layers"
     """What the list of layers is called on disk."""
     attention: str = "self_attn"
+    module: str | None = None
+    """The attention module in transformers, `{index}` for its layer, where it is not called what it is on disk."""
     output: str = "o_proj"
     fused: str | None = None
     """The tensor that holds q, k and v as three blocks of rows."""
@@ -78,7 +80,9 @@ FAMILIES: dict[str, Family] = {
     ),
     **dict.fromkeys(("granite", "granitemoe", "granitemoeshared", "jais2", "phimoe"), _LLAMA),
     **dict.fromkeys(("ministral3", "cwm", "seed_oss", "internlm3", "iquestcoder"), Family(head_dim=128)),
-    "exaone": Family(layers="h", attention="attn.attention", output="out_proj"),
+    "exaone": Family(
+        layers="h", attention="attn.attention", module="model.layers.{index}.self_attn", output="out_proj"
+    ),
     **dict.fromkeys(("gemma", "gemma2", "vaultgemma"), _GEMMA),
     "starcoder2": Family(ties=True),
     "gemma3_text": Family(head_dim=256, norm="shared", ties=True),
@@ -112,21 +116,25 @@ FAMILIES: dict[str, Family] = {
     "granitemoe_swa": Family(extra=("sinks",)),
 }
 
+# Their classes have one KV head or all of them, and no number in between.
+MULTI_QUERY_FAMILIES: dict[str, Family] = {
+    "gpt_bigcode": Family(rotary="none", layers="h", attention="attn", fused="c_attn", output="c_proj", ties=True),
+}
+
 # Families whose classes have no field for the number of KV heads. Their configs take `num_key_value_heads` without a
 # word and build full multi-head attention, so a converted checkpoint would not load, or load as something else.
 _NO_FIELD = "its class in transformers has no field for the number of KV heads (a cache of 8 or 4 bits is smaller too)"
 WITHOUT_KV_FIELD: dict[str, str] = {
     **dict.fromkeys(
-        ("gpt2", "gpt-sw3", "openai-gpt", "gpt_neo", "opt", "bloom", "mpt", "codegen", "persimmon", "fuyu", "biogpt"),
+        ("gpt-sw3", "openai-gpt", "gpt_neo", "opt", "bloom", "mpt", "codegen", "persimmon", "fuyu", "biogpt"),
         _NO_FIELD,
     ),
     **dict.fromkeys(
         ("xglm", "ctrl", "cpmant", "xlm", "xlnet", "reformer", "modernbert-decoder", "hrm_text"), _NO_FIELD
     ),
-    **dict.fromkeys(("gpt_neox", "gptj"), f"{_NO_FIELD}; it has to be re-mapped first"),  # see remap.py
+    **dict.fromkeys(("gpt_neox", "gptj", "gpt2"), f"{_NO_FIELD}; it has to be re-mapped first"),  # see remap.py
     "gpt_neox_japanese": _NO_FIELD,
     "falcon": "it caches every query head in transformers, so that fewer KV heads would save nothing",
-    "gpt_bigcode": "it has one KV head or all of them, and no number in between",
     "dbrx": "its q, k and v are fused in a layout that is not supported",
     "phi4_multimodal": "its attention carries LoRA branches on a fused q, k and v",
 }

@@ -20,7 +20,7 @@ _QUANTISED_NAMES = re.compile(
 )
 _KEYS_OR_VALUES = re.compile(r".*\b(k|v|kv)_proj\.weight")
 # Tensors that old checkpoints carry and that nothing reads.
-_BUFFERS = ("rotary_emb.inv_freq", "masked_bias", "bias_mask")
+_BUFFERS = ("rotary_emb.inv_freq", "bias", "masked_bias")
 _OUTPUTS = ("o_proj", "out_proj", "dense")
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 
@@ -212,10 +212,10 @@ def _layer(checkpoint: Checkpoint, config: AttentionConfig, family: Family, pref
 
 
 def _module_name(family: Family, prefix: str, index: int) -> str:
-    if family.layers != "layers":  # renamed by transformers while it loads
-        return f"model.layers.{index}.self_attn"
+    if family.module is not None:
+        return family.module.format(index=index)
     name = f"{prefix}{index}.{family.attention}"
-    return name if name.startswith(("model.", "language_model.")) else f"model.{name}"
+    return name if name.startswith(("model.", "language_model.", "transformer.")) else f"model.{name}"
 
 
 def _check_kv_rows(

@@ -8,6 +8,9 @@ a normed input, every projection with a bias. What differs is moved into the wei
 - GPT-NeoX stores q, k and v of one head next to each other in one tensor.
 - GPT-J rotates channels (2i, 2i + 1), Phi (i, i + n/2): the rows of q and k are permuted alike; no logit sees that.
 
+GPT-2, whose Conv1D stores matrices transposed, becomes GPTBigCode; so does a GPTBigCode without multi_query, whose
+heads are stored as [q k v]. That class has one KV head or all, so one is the only number they can be converted to.
+
 Rows are computed where they are read, in float32 (float64 for float32 weights), and rounded once to the stored dtype.
 
 Shapes in one letter code: H heads, D head_dim, E hidden size.
@@ -23,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from headfold.convert.checkpoint import Checkpoint, row_blocks
 from headfold.convert.errors import CheckpointError, RefusedError
-from headfold.convert.families.config import attention_config
+from headfold.convert.families.config import KV_FIELD, AttentionConfig, attention_config
 from headfold.convert.header import DTYPE_BITS, TensorEntry, torch_dtype
 
 if TYPE_CHECKING:
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 
     Rows = Callable[[int, int], torch.Tensor]
 
-REMAPPED = {"gpt_neox": "phi", "gptj": "phi"}
+REMAPPED = {"gpt_neox": "phi", "gptj": "phi", "gpt2": "gpt_bigcode"}
 """The model types that are re-mapped, and what they become."""
 
 # Buffers of old checkpoints, which the classes compute themselves.
@@ -43,23 +46,24 @@ def remap_config(config: dict[str, Any]) -> dict[str, Any]:
 
     Raises RefusedError for models of these families that have no exact counterpart.
     """
-    remaps = {"gpt_neox": _neox_config, "gptj": _gptj_config}
+    remaps = {"gpt_neox": _neox_config, "gptj": _gptj_config, "gpt2": _gpt2_config, "gpt_bigcode": _bigcode_config}
     return remaps[config["model_type"]](config) if config["model_type"] in remaps else config
 
 
 def remap(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as one of the re-mapped class, its tensors computed as they are read; itself if it needs none."""
     model_type = checkpoint.config["model_type"]
-    if model_type not in REMAPPED:
+    builders = {"gpt_neox": _remap_neox, "gptj": _remap_gptj, "gpt2": _remap_gpt2, "gpt_bigcode": _remap_bigcode}
+    if model_type not in builders:
         return checkpoint
     config = remap_config(checkpoint.config)
-    attention_config(config)  # its counts are numbers
-    target = replace(checkpoint, config=config, tensors={}, computed={}, index=_index_without_counts(checkpoint))
-    builder = _Builder(checkpoint, target, config)
-    if model_type == "gpt_neox":
-        _remap_neox(builder)
-    else:
-        _remap_gptj(builder)
+    if model_type == "gpt_bigcode" and checkpoint.config.get("multi_query", True):
+        return replace(checkpoint, config=config)
+    counts = attention_config(config)
+    index = _index_without_counts(checkpoint)
+    target = replace(checkpoint, config=config, tensors={}, computed={}, index=index)
+    builder = _Builder(checkpoint, target, counts)
+    builders[model_type](builder)
     builder.finish()
     return target
 
@@ -75,11 +79,11 @@ def _index_without_counts(checkpoint: Checkpoint) -> dict[str, Any] | None:
 class _Builder:
     """Collects the tensors of the target, each made of tensors of the source."""
 
-    def __init__(self, source: Checkpoint, target: Checkpoint, config: dict[str, Any]):
+    def __init__(self, source: Checkpoint, target: Checkpoint, config: AttentionConfig):
         self.source, self.target = source, target
-        self.num_heads = config["num_attention_heads"]
-        self.head_dim = config["hidden_size"] // self.num_heads
-        self.hidden_size = config["hidden_size"]
+        self.num_layers = config.num_layers
+        self.head_dim = config.uniform("head_dim")
+        self.hidden_size = config.hidden_size
         self._new: dict[str, list[TensorEntry]] = {}  # by the source tensor that they take the place of
         self._used: set[str] = set()
 
@@ -196,7 +200,7 @@ def _phi_config(
 def _remap_neox(builder: _Builder) -> None:
     hidden = builder.hidden_size
     builder.rename("gpt_neox.embed_in.weight", "model.embed_tokens.weight")
-    for layer in range(builder.source.config["num_hidden_layers"]):
+    for layer in range(builder.num_layers):
         old, new = f"gpt_neox.layers.{layer}", f"model.layers.{layer}"
         norms = f"{old}.input_layernorm", f"{old}.post_attention_layernorm"
         for norm in norms:
@@ -328,7 +332,7 @@ def _remap_gptj(builder: _Builder) -> None:
     hidden = builder.hidden_size
     rotary_dim = builder.source.config.get("rotary_dim", 64)
     builder.rename("transformer.wte.weight", "model.embed_tokens.weight")
-    for layer in range(builder.target.config["num_hidden_layers"]):
+    for layer in range(builder.num_layers):
         old, new = f"transformer.h.{layer}", f"model.layers.{layer}"
         for leaf in ("weight", "bias"):
             builder.rename(f"{old}.ln_1.{leaf}", f"{new}.input_layernorm.{leaf}")
@@ -360,5 +364,80 @@ def _half_rotary_rows(builder: _Builder, name: str, rotary_dim: int) -> Rows:
         first, last = start // head_dim, (stop - 1) // head_dim + 1  # whole heads
         heads = builder.source.read(name, (first * head_dim, last * head_dim)).unflatten(0, (last - first, head_dim))
         return heads[:, order].flatten(0, 1)[start - first * head_dim : stop - first * head_dim]
+
+    return rows
+
+
+# --------------------------------------------------------------------------------------------------- GPT-2, GPTBigCode
+
+
+def _gpt2_config(config: dict[str, Any]) -> dict[str, Any]:
+    for field in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if config.get(field):
+            raise RefusedError(f"gpt2: cannot be converted: {field} is set, which GPTBigCode does not have")
+    gone = {"reorder_and_upcast_attn", "scale_attn_by_inverse_layer_idx", "n_ctx"}
+    kept = {key: value for key, value in config.items() if key not in gone and not key.startswith("summary_")}
+    defaults = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "activation_function": "gelu_new"}
+    return _bigcode_config(
+        {
+            **defaults,
+            **kept,
+            "architectures": ["GPTBigCodeForCausalLM"],
+            "model_type": "gpt_bigcode",
+            "multi_query": False,
+        }
+    )
+
+
+def _bigcode_config(config: dict[str, Any]) -> dict[str, Any]:
+    num_kv_heads = 1 if config.get("multi_query", True) else config.get("n_head", 12)
+    return {**config, "multi_query": True, KV_FIELD: num_kv_heads}
+
+
+def _remap_gpt2(builder: _Builder) -> None:
+    hidden = builder.hidden_size
+    prefix = "transformer." if builder.has("transformer.wte.weight") else ""
+    for name in ("wte.weight", "wpe.weight", "ln_f.weight", "ln_f.bias"):
+        builder.rename(f"{prefix}{name}", f"transformer.{name}")
+    for layer in range(builder.num_layers):
+        old, new = f"{prefix}h.{layer}", f"transformer.h.{layer}"
+        for norm in ("ln_1", "ln_2"):
+            for leaf in ("weight", "bias"):
+                builder.rename(f"{old}.{norm}.{leaf}", f"{new}.{norm}.{leaf}")
+        builder.entry(f"{old}.attn.c_attn.weight", (hidden, 3 * hidden))
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            num_columns, num_rows = builder.entry(f"{old}.{name}.weight", (None, None)).shape
+            transposed = _transposed_rows(builder, f"{old}.{name}.weight")
+            builder.compute(f"{old}.{name}.weight", f"{new}.{name}.weight", (num_rows, num_columns), transposed)
+            builder.entry(f"{old}.{name}.bias", (num_rows,))
+            builder.rename(f"{old}.{name}.bias", f"{new}.{name}.bias")
+    if builder.has("lm_head.weight"):
+        builder.rename("lm_head.weight", "lm_head.weight")
+
+
+def _transposed_rows(builder: _Builder, name: str) -> Rows:
+    def rows(start: int, stop: int) -> torch.Tensor:
+        return builder.source.read(name)[:, start:stop].T
+
+    return rows
+
+
+def _remap_bigcode(builder: _Builder) -> None:
+    """Heads stored as [q k v] become blocks of q, k and v."""
+    hidden = builder.hidden_size
+    for layer in range(builder.num_layers):
+        name = f"transformer.h.{layer}.attn.c_attn"
+        for leaf, shape in (("weight", (3 * hidden, hidden)), ("bias", (3 * hidden,))):
+            builder.entry(f"{name}.{leaf}", shape)
+            builder.compute(f"{name}.{leaf}", f"{name}.{leaf}", shape, _blocked_rows(builder, f"{name}.{leaf}"))
+    for name in builder.source.tensors:
+        if not name.endswith((".attn.c_attn.weight", ".attn.c_attn.bias")) and not _BUFFERS.fullmatch(name):
+            builder.rename(name, name)
+
+
+def _blocked_rows(builder: _Builder, name: str) -> Rows:
+    def rows(start: int, stop: int) -> torch.Tensor:
+        heads = builder.source.read(name).unflatten(0, (-1, 3, builder.head_dim))
+        return heads.transpose(0, 1).flatten(0, 2)[start:stop]
 
     return rows

@@ -32,16 +32,11 @@ def test_no_directory_at_all(tmp_path):
 
 
 def test_a_sound_model_that_cannot_be_converted_is_no_error(tmp_path):
-    from transformers import GPT2Config, GPT2LMHeadModel
+    from transformers import BloomConfig, BloomForCausalLM
 
-    config = GPT2Config(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    config_file = tmp_path / "config.json"
-    config_file.write_text(
-        json.dumps({**json.loads(config_file.read_text()), "hidden_size": 8, "num_hidden_layers": 1})
-    )
+    BloomForCausalLM(BloomConfig(vocab_size=11, hidden_size=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
     (finding,) = check_checkpoint(tmp_path)
-    assert finding.severity == "warning" and finding.message.startswith("gpt2: cannot be converted: ")
+    assert finding.severity == "warning" and finding.message.startswith("bloom: cannot be converted: ")
     verify_checkpoint(tmp_path)
 
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from headfold.convert import convert_checkpoint
 from headfold.convert.check import check_checkpoint
 from headfold.convert.checkpoint import Checkpoint
-from headfold.convert.conversion import possible_counts, tensor_parallel_sizes
+from headfold.convert.conversion import tensor_parallel_sizes
 from headfold.convert.errors import CheckpointError, RefusedError
 
 
@@ -455,11 +455,6 @@ def test_a21_nothing_is_written_when_the_request_is_refused(llama, tmp_path):
         convert_checkpoint(llama, tmp_path / "taken", num_key_value_heads=2)
     convert_checkpoint(llama, tmp_path / "taken", num_key_value_heads=2, force=True)
     assert json.loads((tmp_path / "taken" / "config.json").read_text())["num_key_value_heads"] == 2
-
-
-def test_possible_counts():
-    assert possible_counts([12]) == [1, 2, 3, 4, 6, 12]
-    assert possible_counts([8, 4, 12]) == [1, 2, 4]
 
 
 def test_names_from_the_hub_come_from_its_cache(llama, tmp_path, monkeypatch):

@@ -172,3 +172,105 @@ def test_calibration_wants_the_re_map_first(tiny, tmp_path, family):
     tiny.save(tiny.tiny_model(CONFIGS[family]()), tmp_path / "in")
     with pytest.raises(RefusedError, match=r"re-map it first, which is exact \(--method mean --kv-heads 6\)"):
         convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=2, calibration="x.txt")
+
+
+# --------------------------------------------------------------------------------------------------- GPT-2, GPTBigCode
+
+
+def gpt2(**overrides):
+    from transformers import GPT2Config
+
+    settings = {"n_embd": 72, "n_layer": 2, "n_head": 6, "vocab_size": 61, "n_positions": 64, "n_inner": 40}
+    return GPT2Config(**{**settings, "bos_token_id": 1, "eos_token_id": 2, **overrides})
+
+
+def bigcode(**overrides):
+    from transformers import GPTBigCodeConfig
+
+    settings = {"n_embd": 72, "n_layer": 2, "n_head": 6, "vocab_size": 61, "n_positions": 64, "n_inner": 40}
+    return GPTBigCodeConfig(**{**settings, "bos_token_id": 1, "eos_token_id": 2, "multi_query": False, **overrides})
+
+
+def make_heads_alike(model) -> None:
+    """All K heads of a layer become its first one, and all V heads, each in the layout of the model's own class."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "c_attn" not in name:
+                continue
+            if model.config.model_type == "gpt2":  # columns: blocks of q, k, v
+                blocks = parameter.unflatten(-1, (3, 6, 12))
+                blocks[..., 1:, :, :] = blocks[..., 1:, :1, :]
+            else:  # rows: [q k v] of each head
+                heads = parameter.unflatten(0, (6, 3, 12))
+                heads[:, 1:] = heads[:1, 1:]
+
+
+@pytest.mark.parametrize("config", [gpt2, bigcode])
+def test_a13_to_one_kv_head_as_gptbigcode(tiny, tmp_path, config):
+    model = tiny.tiny_model(config())
+    make_heads_alike(model)
+    tiny.save(model, tmp_path / "in")
+    assert check_checkpoint(tmp_path / "in") == []
+    wanted = tiny.logits(model)
+    for method in ("mean", "first"):
+        convert_checkpoint(tmp_path / "in", tmp_path / method, num_key_value_heads=1, method=method)
+        converted = tiny.load(tmp_path / method)
+        assert type(converted).__name__ == "GPTBigCodeForCausalLM" and converted.config.multi_query
+        assert (tiny.logits(converted) - wanted).abs().max() < 2e-5 * wanted.abs().max()
+        assert 6 * tiny.cached_bytes(converted) == tiny.cached_bytes(model)
+
+
+@pytest.mark.parametrize("config", [gpt2, bigcode])
+@pytest.mark.parametrize("count", [2, 6, 12])
+def test_gptbigcode_has_one_or_all(tiny, tmp_path, config, count):
+    tiny.save(tiny.tiny_model(config()), tmp_path / "in")
+    with pytest.raises(RefusedError, match=rf"{count} KV heads per layer are not possible: .*; possible are 1$"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=count)
+
+
+def test_gpt2_as_the_hub_has_it(tiny, tmp_path):
+    """Names without `transformer.`, mask buffers, and a config with fields that GPTBigCode does not have."""
+    model = tiny.tiny_model(gpt2())
+    make_heads_alike(model)
+    tiny.save(model, tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    for layer in range(2):
+        tensors[f"h.{layer}.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config.update(n_ctx=64, summary_type="cls_index", task_specific_params={"x": 1})
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=1)
+    wanted = tiny.logits(model)
+    assert (tiny.logits(tiny.load(tmp_path / "out")) - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert (
+        written["task_specific_params"] == {"x": 1} and "n_ctx" not in written and written["num_key_value_heads"] == 1
+    )
+
+
+def test_gptbigcode_with_multi_query_is_the_identity(tiny, tmp_path):
+    model = tiny.tiny_model(bigcode(multi_query=True))
+    tiny.save(model, tmp_path / "in")
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=1)
+    assert torch.equal(tiny.logits(tiny.load(tmp_path / "out")), tiny.logits(model))
+
+
+def test_gpt2_that_gptbigcode_cannot_express_is_refused(tiny, tmp_path):
+    for field in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        path = tiny.save(tiny.tiny_model(gpt2(**{field: True})), tmp_path / field)
+        with pytest.raises(RefusedError, match=f"{field} is set"):
+            convert_checkpoint(path, tmp_path / "out", num_key_value_heads=1)
+
+
+@pytest.mark.parametrize("config", [gpt2, bigcode])
+def test_plan_knows_one_or_all(tiny, tmp_path, config):
+    from headfold.recipes.plan import plan
+
+    tiny.save(tiny.tiny_model(config()), tmp_path)
+    stored = plan(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    empty = plan(tmp_path)
+    assert [option.num_key_value_heads for option in stored.options] == [6, 1]
+    assert stored.options == empty.options

@@ -138,8 +138,8 @@ def test_unknown_gpus_are_refused_with_the_list(tmp_path):
 
 
 def test_models_that_cannot_be_converted_are_refused(tmp_path):
-    with pytest.raises(RefusedError, match="gpt2: cannot be converted"):
-        plan(write_config(tmp_path, {"model_type": "gpt2", "n_head": 12}))
+    with pytest.raises(RefusedError, match="bloom: cannot be converted"):
+        plan(write_config(tmp_path, {"model_type": "bloom", "n_head": 12}))
     with pytest.raises(RefusedError, match=r"no such directory|neither a directory"):
         plan(tmp_path / "nothing")
 
