@@ -38,7 +38,7 @@ from headfold.convert.families.remap import remap, remap_config
 from headfold.convert.header import parse_json_object
 from headfold.convert.settings import ConvertSettings, Grouping, Method
 from headfold.convert.texts import read_documents, text_fingerprint
-from headfold.kernels.cache import kv_cache_bytes
+from headfold.kernels import kv_cache_bytes
 
 if TYPE_CHECKING:
     import torch

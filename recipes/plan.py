@@ -15,7 +15,7 @@ from headfold.convert.errors import HeadfoldError, RefusedError
 from headfold.convert.families import AttentionConfig, attention_config, describe
 from headfold.convert.families.remap import remap, remap_config
 from headfold.convert.header import TensorEntry, TensorSpec, dtype_name
-from headfold.kernels.cache import kv_cache_bytes
+from headfold.kernels import kv_cache_bytes
 from headfold.recipes.gpus import GPU_MEMORY_GB, find_gpu
 
 CONTEXTS = (2048, 8192, 32768, 131072)

@@ -66,3 +66,23 @@ def test_memory_stays_near_the_largest_key_value_tensor(tmp_path):
     # 2 MiB for K or V, 48 MiB for our own modules, pydantic and buffers; one wide tensor alone would be 64 MiB
     assert converting - torch_alone < 50 * MIB
     assert (tmp_path / "out" / "model-00002-of-00002.safetensors").stat().st_size < size // 2
+
+
+COPY = """
+import sys
+import headfold.convert.conversion, headfold.scripts.main
+from headfold.convert.check import verify_checkpoint
+from headfold.convert.checkpoint import CheckpointWriter
+from headfold.convert.families.remap import remap
+checkpoint = remap(verify_checkpoint(sys.argv[1]))
+with CheckpointWriter(checkpoint, sys.argv[2]) as writer:
+    writer.copy_unwritten()
+    writer.finish(checkpoint.config, {})
+heavy = {"torch", "transformers", "triton", "numpy"} & sys.modules.keys()
+assert not heavy, heavy
+"""
+
+
+def test_copying_starts_before_torch_is_imported(tmp_path):
+    write_wide_checkpoint(tmp_path / "in")
+    subprocess.run([sys.executable, "-c", COPY, tmp_path / "in", tmp_path / "out"], check=True)
