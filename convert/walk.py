@@ -66,9 +66,13 @@ class StreamedModel:
         _register_attention()
         self.device = torch.device(device)
         self._checkpoint = checkpoint
+        stored = checkpoint.tensors[layers[0].q.weight].dtype
+        self.stored_dtype = {"BF16": torch.bfloat16, "F16": torch.float16}.get(stored, torch.float32)
+        # Hidden states may be kept as the model itself would have them; those of 16-bit floats might overflow.
+        self.hidden_dtype = torch.bfloat16 if stored == "BF16" else torch.float32
         auto = transformers.AutoModelForCausalLM
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
-        config = transformers.AutoConfig.from_pretrained(checkpoint.path, **options).get_text_config()
+        config = _config(checkpoint, trust_remote_code).get_text_config()
         options |= {"attn_implementation": _IMPLEMENTATION}
         with init_empty_weights():  # buffers, such as rotary frequencies, are computed all the same
             model = auto.from_config(config, dtype=torch.float32, **options)
@@ -180,6 +184,16 @@ class StreamedModel:
         return self._whole[name] if self.is_whole else self._checkpoint.read(self._names[name])
 
 
+def _config(checkpoint: Checkpoint, trust_remote_code: bool) -> Any:
+    """The config that the checkpoint has in memory: a re-mapped one differs from the one in its directory."""
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    model_type = checkpoint.config["model_type"]
+    if model_type in CONFIG_MAPPING:
+        return CONFIG_MAPPING[model_type].from_dict(checkpoint.config)
+    return AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+
+
 def _register_attention() -> None:
     """Make `_attend` known to transformers, with masks that are always written out."""
     from transformers import AttentionInterface
@@ -227,6 +241,8 @@ def _module_name(model: nn.Module, layer: AttentionLayer) -> str:
 
 def _stored_names(model: nn.Module, checkpoint: Checkpoint, layers: list[AttentionLayer]) -> dict[str, str] | None:
     """The stored tensor of every parameter of the decoder, or None if they do not correspond one to one."""
+    if "layers." not in layers[0].q.weight:  # transformers renames all of it
+        return None
     module = _module_name(model, layers[0])
     ours = module[: module.rindex("layers.")]
     theirs = layers[0].q.weight[: layers[0].q.weight.rindex("layers.")]

@@ -5,7 +5,8 @@ Shapes in one letter code: H query heads, G KV heads, N new KV heads, D head_dim
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -37,11 +38,10 @@ class AttentionWeights:
 
     @classmethod
     def read(cls, checkpoint: Checkpoint, layer: AttentionLayer) -> AttentionWeights:
-        """The weights of a layer, in float32 or better."""
+        """The weights of a layer, in float32."""
 
         def wide(name: str, rows: tuple[int, int] | None = None) -> Tensor:
-            tensor = checkpoint.read(name, rows)
-            return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+            return checkpoint.read(name, rows).float()
 
         def heads(projection: Projection, num_heads: int) -> tuple[Tensor, Tensor | None]:
             rows = (projection.first_row, projection.first_row + num_heads * layer.head_dim)
@@ -104,6 +104,18 @@ class AttentionWeights:
             v_bias=None if self.v_bias is None else encoded(self.v_bias, values),
             sinks=None if self.sinks is None else self.sinks[order],
         )
+
+    def to(self, device: torch.device) -> AttentionWeights:
+        """The same on a device."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def rounded(self, dtype: torch.dtype) -> AttentionWeights:
+        """The values that are left when the weights are stored in a dtype, in the dtype they have."""
+        return self._each(lambda tensor: tensor.to(dtype).to(tensor.dtype))
+
+    def _each(self, function: Callable[[Tensor], Tensor]) -> AttentionWeights:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return AttentionWeights(**{name: None if value is None else function(value) for name, value in values.items()})
 
     def expanded(self, num_key_value_heads: int) -> AttentionWeights:
         """The same function with more KV heads: each one repeated for its query heads."""

@@ -1,0 +1,288 @@
+"""Least-squares refits of what stands before and behind shared heads. The derivation is in docs/fold.md.
+
+Shapes in one letter code: W windows, T tokens, S sampled queries of a window, H query heads, N KV heads, D head_dim,
+P rotary pairs, E hidden size, F features.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from headfold.convert.families import Rotary
+from headfold.convert.merge import pair_channels
+from headfold.convert.weights import AttentionWeights
+
+_FLOOR = 1e-3
+"""Share of the mean that is added to the second moments of inputs, so that directions never seen stay put."""
+
+_UNIFORM_SHARE = 0.5
+"""Weight of all keys alike beside the attention probabilities: keys without attention must not come to get any."""
+
+
+class NormalEquations:
+    """Gathers E[f f^T] (F, F) and E[y f^T] (E, F) over batches, to solve for the matrix that takes f to y. float64."""
+
+    def __init__(self, num_features: int, num_outputs: int, device: torch.device | str = "cpu"):
+        self._features = torch.zeros(num_features, num_features, dtype=torch.float64, device=device)
+        self._products = torch.zeros(num_outputs, num_features, dtype=torch.float64, device=device)
+        self._targets = 0.0
+
+    def add(self, features: Tensor, targets: Tensor) -> None:
+        """Count the rows of features (..., F) with their targets (..., E)."""
+        features, targets = features.flatten(0, -2), targets.flatten(0, -2)
+        self._features += (features.T @ features).double()
+        self._products += (targets.T @ features).double()
+        self._targets += targets.double().pow(2).sum().item()
+
+    def solve(self, prior: Tensor, strength: float) -> Tensor:
+        """The W (E, F) with the least E|y - W f|^2 + strength * E[f_i^2] |W - prior|^2, in the dtype of `prior`.
+
+        Ridge regression towards `prior`; E[f_i^2] is the mean over all features, so that `strength` has no unit.
+        """
+        ridge = strength * self._features.diagonal().mean() + torch.finfo(torch.float64).tiny
+        matrix = self._features.clone()
+        matrix.diagonal().add_(ridge)
+        right = self._products + ridge * prior.double()
+        return torch.linalg.solve(matrix, right, left=False).to(prior.dtype)
+
+    def error(self, weight: Tensor) -> float:
+        """E|y - W f|^2 of a matrix (E, F), summed over all rows."""
+        weight = weight.double()
+        squares = self._targets + (((weight @ self._features) - 2 * self._products) * weight).sum().item()
+        return max(squares, 0.0)
+
+
+@dataclass
+class LogitSample:
+    """Some queries of every window, and the products q . k that the original heads had with all keys that they see."""
+
+    inputs: Tensor
+    """(W, T, E): what the projections read."""
+    positions: Tensor
+    """(W, S): where the queries stand."""
+    products: Tensor
+    """(W, H, S, T): q . k of the original heads, in the order of the new query heads; -inf where a query is blind."""
+    rotation: Tensor
+    """(T, P), complex: what rotary multiplies the pairs by at each position."""
+    rotary: Rotary
+    scaling: float
+    """What the products are multiplied by to give the logits."""
+
+
+def refit_logits(
+    sample: LogitSample, weights: AttentionWeights, *, num_sweeps: int, strength: float, num_iterations: int
+) -> tuple[AttentionWeights, float, float]:
+    """New q and k whose products match those of the sample, and the error of the logits before and after.
+
+    The query heads are mapped by a matrix (D, D) each, the KV heads are free; both in turn, num_sweeps times. Each is a
+    linear least-squares problem (docs/fold.md, equations 5 and 6) that is drawn to what it starts from (`strength`, as
+    a share of its own second moments) and solved by at most num_iterations of conjugate gradients. The error is the
+    variance of the difference of logits over the keys of a query, weighted half by the original attention and half
+    alike, because softmax sees no offset; it is the mean over queries and heads.
+    """
+    problem = _LogitProblem(sample, len(weights.k))
+    before = problem.error(weights)
+    for _ in range(num_sweeps):
+        weights = problem.refit_queries(weights, strength, num_iterations)
+        weights = problem.refit_keys(weights, strength, num_iterations)
+    return weights, before, problem.error(weights)
+
+
+class _LogitProblem:
+    """The two quadratic problems of refit_logits, window by window, so that memory is for one window's logits.
+
+    With weights w_s that sum to one over the keys s of a query, the error of a query is sum_s w_s (d_s - mean_w d)^2
+    for d_s = q . k_s - target. Its gradient by d is 2 r_s with r_s = w_s (d_s - mean_w d), by q it is 2 sum_s r_s k_s,
+    and by k_s it is 2 sum over queries of r_s q; the rotary of each position comes between. Factors of 2 are left out.
+    """
+
+    def __init__(self, sample: LogitSample, num_key_heads: int):
+        self._sample = sample
+        self._num_key_heads = num_key_heads
+        self._windows = range(len(sample.products))
+        self._num_queries = sample.positions.numel()
+        self._weights = [_weights(products * sample.scaling) for products in sample.products]
+        self._targets = sample.products.nan_to_num(neginf=0.0)
+
+    def error(self, weights: AttentionWeights) -> float:
+        total = 0.0
+        for window in self._windows:
+            difference = self._products(self._queries(window, weights), self._keys(window, weights))
+            weight = self._weights[window]
+            difference -= self._targets[window]
+            difference -= (weight * difference).sum(-1, keepdim=True)
+            total += (weight * difference.square()).sum().item()
+        return total * self._sample.scaling**2 / (self._num_queries * len(weights.q))
+
+    def refit_queries(self, weights: AttentionWeights, strength: float, num_iterations: int) -> AttentionWeights:
+        """Maps (H, D, D) of the query heads; the unknown is their difference from the identity."""
+        raw = [self._raw_queries(window, weights) for window in self._windows]
+        keys = [self._keys(window, weights) for window in self._windows]
+        second = _with_floor(sum(q.mT @ q for q in raw) / self._num_queries)
+        spread = self._average_pairs(sum(map(self._key_spread, self._windows, keys)) / self._num_queries)
+        ridge = strength * spread.mean(1)[:, None, None]
+
+        def gradient(maps: Tensor | None) -> Tensor:
+            """By the maps; with None that at the identity, otherwise its linear part."""
+            total = torch.zeros_like(second)
+            for window in self._windows:
+                at = self._sample.positions[window]
+                mapped = self._rotate(raw[window] if maps is None else raw[window] @ maps.mT, at)
+                products = self._products(mapped, keys[window])
+                residual = self._residual(window, products, with_target=maps is None)
+                back = residual @ keys[window].repeat_interleave(len(residual) // self._num_key_heads, 0)
+                total += self._rotate_back(back, at).mT @ raw[window]
+            return total / self._num_queries
+
+        inverse = torch.linalg.inv(second.double()).to(second)
+        scale = 1 / (spread[:, :, None] + ridge)
+        change = conjugate_gradients(
+            lambda maps: gradient(maps) + ridge * maps @ second,
+            -gradient(None),
+            lambda rest: scale * rest @ inverse,
+            num_iterations,
+        )
+        q = weights.q + change @ weights.q
+        bias = None if weights.q_bias is None else weights.q_bias + (change @ weights.q_bias[:, :, None])[:, :, 0]
+        return replace(weights, q=q, q_bias=bias)
+
+    def refit_keys(self, weights: AttentionWeights, strength: float, num_iterations: int) -> AttentionWeights:
+        """New rows (N, D, E) of the KV heads; the unknown is their change."""
+        has_bias = weights.k_bias is not None
+        inputs = torch.nn.functional.pad(self._sample.inputs, (0, 1), value=1.0) if has_bias else self._sample.inputs
+        queries = [self._queries(window, weights) for window in self._windows]
+        flat = inputs.flatten(0, 1)
+        second = _with_floor(flat.T @ flat / len(flat))
+        energy = sum(q.square().sum(1) for q in queries) / self._num_queries
+        spread = self._average_pairs(energy.unflatten(0, (self._num_key_heads, -1)).sum(1))
+        ridge = strength * spread.mean(1)[:, None, None]
+
+        def gradient(change: Tensor | None) -> Tensor:
+            """By the rows; with None that at the given weights, otherwise its linear part."""
+            total = inputs.new_zeros(self._num_key_heads, spread.shape[1], inputs.shape[2])
+            for window in self._windows:
+                keys = self._keys(window, weights) if change is None else self._rotate(inputs[window] @ change.mT)
+                products = self._products(queries[window], keys)
+                residual = self._residual(window, products, with_target=change is None)
+                back = (residual.mT @ queries[window]).unflatten(0, (self._num_key_heads, -1)).sum(1)
+                total += self._rotate_back(back).mT @ inputs[window]
+            return total / self._num_queries
+
+        inverse = torch.linalg.inv(second.double()).to(second)
+        scale = 1 / (spread[:, :, None] + ridge)
+        change = conjugate_gradients(
+            lambda rows: gradient(rows) + ridge * rows @ second,
+            -gradient(None),
+            lambda rest: scale * rest @ inverse,
+            num_iterations,
+        )
+        if weights.k_bias is None:
+            return replace(weights, k=weights.k + change)
+        return replace(weights, k=weights.k + change[:, :, :-1], k_bias=weights.k_bias + change[:, :, -1])
+
+    def _raw_queries(self, window: int, weights: AttentionWeights) -> Tensor:
+        """(H, S, D), before rotary."""
+        raw = self._sample.inputs[window, self._sample.positions[window]] @ weights.q.mT
+        return raw if weights.q_bias is None else raw + weights.q_bias[:, None]
+
+    def _queries(self, window: int, weights: AttentionWeights) -> Tensor:
+        return self._rotate(self._raw_queries(window, weights), self._sample.positions[window])
+
+    def _keys(self, window: int, weights: AttentionWeights) -> Tensor:
+        """(N, T, D), after rotary."""
+        raw = self._sample.inputs[window] @ weights.k.mT
+        return self._rotate(raw if weights.k_bias is None else raw + weights.k_bias[:, None])
+
+    def _products(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """(H, S, T)."""
+        grouped = queries.unflatten(0, (self._num_key_heads, -1))
+        return (grouped @ keys[:, None].mT).flatten(0, 1)
+
+    def _residual(self, window: int, products: Tensor, *, with_target: bool) -> Tensor:
+        weight = self._weights[window]
+        difference = products - self._targets[window] if with_target else products
+        return weight * (difference - (weight * difference).sum(-1, keepdim=True))
+
+    def _key_spread(self, window: int, keys: Tensor) -> Tensor:
+        """The variance of the keys under the weights of each query, summed over queries: (H, D)."""
+        weight = self._weights[window]
+        keys = keys.repeat_interleave(len(weight) // self._num_key_heads, 0)
+        return (weight @ keys.square() - (weight @ keys).square()).sum(1)
+
+    def _average_pairs(self, spread: Tensor) -> Tensor:
+        real, imaginary = pair_channels(self._sample.rotary, spread.device)
+        mean = (spread[:, real] + spread[:, imaginary]) / 2
+        spread = spread.clone()
+        spread[:, real] = spread[:, imaginary] = mean
+        return spread
+
+    def _rotate(self, x: Tensor, at: Tensor | None = None) -> Tensor:
+        return rotate(x, self._rotation(at), self._sample.rotary)
+
+    def _rotate_back(self, x: Tensor, at: Tensor | None = None) -> Tensor:
+        return rotate(x, self._rotation(at).conj(), self._sample.rotary)
+
+    def _rotation(self, at: Tensor | None) -> Tensor:
+        return self._sample.rotation if at is None else self._sample.rotation[at]
+
+
+def _weights(logits: Tensor) -> Tensor:
+    """The weight of each key for each query (..., T): what sums to one, half of it by attention."""
+    visible = logits.isfinite().to(logits.dtype)
+    alike = visible / visible.sum(-1, keepdim=True)
+    return (1 - _UNIFORM_SHARE) * logits.softmax(-1) + _UNIFORM_SHARE * alike
+
+
+def rotate(x: Tensor, rotation: Tensor, rotary: Rotary) -> Tensor:
+    """Heads (..., T, D) with their rotary pairs multiplied by complex numbers (T, P)."""
+    if rotary.kind == "none":
+        return x
+    real, imaginary = pair_channels(rotary, x.device)
+    turned = x.clone()
+    turned[..., real] = x[..., real] * rotation.real - x[..., imaginary] * rotation.imag
+    turned[..., imaginary] = x[..., imaginary] * rotation.real + x[..., real] * rotation.imag
+    return turned
+
+
+def conjugate_gradients(
+    apply: Callable[[Tensor], Tensor],
+    target: Tensor,
+    precondition: Callable[[Tensor], Tensor],
+    num_iterations: int,
+) -> Tensor:
+    """Solves apply(x) = target from x = 0 for a batch of matrices, each with its own steps.
+
+    `apply` and `precondition` are linear, symmetric and positive definite on each matrix of the batch. Matrices whose
+    residual has fallen by a factor of 1000 in the preconditioned norm stop moving.
+    """
+    solution, rest = torch.zeros_like(target), target.clone()
+    step = direction = precondition(rest)
+    size = first = _dots(rest, step)
+    for _ in range(num_iterations):
+        moving = size > first * 1e-6
+        if not moving.any():
+            break
+        applied = apply(direction)
+        length = torch.where(moving, size / _dots(direction, applied).clamp_min(torch.finfo(size.dtype).tiny), 0.0)
+        solution = solution + length * direction
+        rest = rest - length * applied
+        step = precondition(rest)
+        new_size = _dots(rest, step)
+        direction = step + torch.where(moving, new_size / size.clamp_min(torch.finfo(size.dtype).tiny), 0.0) * direction
+        size = torch.where(moving, new_size, size)
+    return solution
+
+
+def _dots(first: Tensor, second: Tensor) -> Tensor:
+    return (first * second).sum((-2, -1), keepdim=True)
+
+
+def _with_floor(second: Tensor) -> Tensor:
+    """Second moments (..., C, C) with a small share of their mean on the diagonal."""
+    mean = second.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    floor = _FLOOR * mean + torch.finfo(second.dtype).tiny
+    return second + floor * torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
