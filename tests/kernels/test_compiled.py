@@ -20,13 +20,6 @@ HEAD_DIMS = [64, 72, 80, 96, 112, 128, 160, 256]
 CACHE_DTYPES = ["bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4"]
 
 
-def build(arguments):
-    from headfold.kernels.compiled import compile_decode
-
-    capability, head_dim, group_size, options = arguments
-    return compile_decode(capability, head_dim, group_size, **options)
-
-
 def everything():
     """All builds: chips, head_dims, groups, cache dtypes that the chip has, contiguous and pages of 16 and 64."""
     for capability, head_dim, group_size, dtype, page_size in itertools.product(
@@ -57,13 +50,15 @@ def chosen():
 
 def check(builds) -> None:
     """All of them, in two processes; and every failure together."""
+    from headfold.kernels.compiled import compile_decode
     from headfold.kernels.decode import _PROGRAMS_PER_SM
     from headfold.kernels.dtypes import num_bits
 
     wrong = []
     # Not multiprocessing.Pool, which waits forever for the task of a worker that was killed.
     with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for found in pool.map(build, builds):
+        compiling = [pool.submit(compile_decode, *arguments, **options) for *arguments, options in builds]
+        for found in (future.result() for future in compiling):
             faults = []
             if found.num_spills:
                 faults.append(f"{found.num_spills} spills")
