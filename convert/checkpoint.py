@@ -32,6 +32,7 @@ from headfold.convert.files import (
     lock_directory,
     read_into,
     remove_abandoned,
+    start_writing_out,
     sync_directory,
     write_all,
 )
@@ -62,7 +63,7 @@ BLOCK_BYTES = 1 << 24
 """What goes through torch goes in blocks of about this size, so that memory does not grow with the model."""
 
 _MAX_BESIDE_BYTES = 10_000_000
-_COPY_PIECE_BYTES = 1 << 26
+_COPY_PIECE_BYTES = 1 << 28
 _NUM_COPY_THREADS = 4
 
 # Weights in other formats, or other copies of the weights: stale beside converted ones, so they are not carried over.
@@ -651,17 +652,20 @@ class CheckpointWriter:
     def _copy_range(
         self, source_file: str, start: int, file: str, output_start: int, pieces: list[tuple[str, int]]
     ) -> None:
-        if self._stop.is_set():
-            return
         path = self.partial / file
         with (
             io_errors(path, f"copy {source_file} into"),
             (self.source.path / source_file).open("rb", buffering=0) as reader,
             path.open("r+b", buffering=0) as writer,
         ):
-            copy_bytes(reader, start, writer, output_start, sum(size for _, size in pieces))
-        for name, size in pieces:
-            self._count(name, size)
+            done = 0
+            for name, size in pieces:
+                if self._stop.is_set():
+                    return
+                copy_bytes(reader, start + done, writer, output_start + done, size)
+                done += size
+                self._count(name, size)
+            start_writing_out(writer, done)
 
 
 def _same_layout(source: Checkpoint, shapes: Mapping[str, tuple[int, ...] | None]) -> Layout:
