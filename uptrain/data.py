@@ -14,6 +14,7 @@ import json
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from itertools import pairwise
@@ -180,7 +181,7 @@ def pack(
     if not path.with_suffix(".json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         streams = [read_documents(source, text_field=text_field, split=split) for source in sources]
-        with io_errors(path, "write"):
+        with io_errors(path, "write"), _parallel_tokenizers():
             _write_packed(path, streams, tokenizer, first_token, last_token, vocab_size, max_tokens, progress)
     num_tokens = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))["num_tokens"]
     if num_tokens <= sequence_length:
@@ -237,6 +238,20 @@ def _write_packed(
     partial.write_text(json.dumps(asdict(written), indent=2) + "\n", encoding="utf-8")
     partial.replace(path.with_suffix(".json"))
     sync_directory(path.parent)
+
+
+@contextmanager
+def _parallel_tokenizers() -> Iterator[None]:
+    """Tokenize on all cores. Elsewhere the command turns that off, because it does not go with forks."""
+    before = os.environ.get("TOKENIZERS_PARALLELISM")
+    os.environ["TOKENIZERS_PARALLELISM"] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["TOKENIZERS_PARALLELISM"]
+        else:
+            os.environ["TOKENIZERS_PARALLELISM"] = before
 
 
 def document_tokens(tokenizer: Any) -> tuple[int, int | None]:

@@ -33,7 +33,7 @@ _SECONDS_TO_SPEAK = 3
 
 @contextmanager
 def started(settings: UptrainSettings, tracker_folder: Path) -> Iterator[Accelerator]:
-    """Accelerate's process state: device, precision, trackers. When it ends, another run may start in this process.
+    """Accelerate's process state: device, precision, trackers. After a run in a single process another may start there.
 
     Raises RefusedError for what an accelerate config or the recipe asks for and cannot have here.
     """

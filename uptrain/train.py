@@ -14,7 +14,7 @@ import math
 import signal
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
@@ -168,7 +168,11 @@ def setup(
         run.position = processes.main_first(accelerator, lambda: state.position(save, run.position.identity))
         state.load(save, training_tensors(model, run.optimizer), accelerator)
         run.reporter.say(f"going on from {save}")
-    accelerator.init_trackers("headfold", config=settings.decisive())
+    plain = {
+        key: value if isinstance(value, (int, float, str)) else json.dumps(value)
+        for key, value in run.position.identity.items()
+    }
+    accelerator.init_trackers("headfold", config=plain)
     return run
 
 
@@ -214,7 +218,7 @@ def _step(run: Run, received: list[int]) -> int:
     seed = np.random.SeedSequence([settings.seed, step, accelerator.process_index]).generate_state(1)[0]
     torch.manual_seed(int(seed))
 
-    totals = torch.zeros(4, device=accelerator.device)
+    totals = _zeros(4, accelerator.device)
     for index, batch in enumerate(batches):
         set_gradient_sync(run.objective, index == len(batches) - 1)
         sums = _sums(run, batch)
@@ -266,7 +270,7 @@ def _evaluate(run: Run) -> None:
     accelerator, size = run.accelerator, run.settings.micro_batch_rows
     num_rows = min(len(run.eval_rows), run.settings.eval_rows or len(run.eval_rows))
     mine = slice_of_rank(range(num_rows), accelerator.process_index, accelerator.num_processes)
-    totals = torch.zeros(3, device=accelerator.device)
+    totals = _zeros(3, accelerator.device)
     run.objective.eval()
     for start in range(0, len(mine), size):
         rows = mine[start : start + size]
@@ -292,21 +296,23 @@ def finish(run: Run) -> dict[str, Any]:
     """Write the trained checkpoint, every tensor in the dtype it came in. Returns its "uptrain" record."""
     summary = _summary(run)
     parameters = dict(run.student.model.named_parameters(remove_duplicate=False))
-    names = [name for name in run.source.tensors if name in parameters]
-    if not run.accelerator.is_main_process:
-        for name in names:
-            whole_tensor(parameters[name])
-        run.accelerator.wait_for_everyone()
-        return summary
     record_file = run.source.path / RECORD_FILE
     record = json.loads(record_file.read_text(encoding="utf-8")) if record_file.is_file() else {}
-    with CheckpointWriter(run.source, run.output) as writer:
-        for name in names:
-            writer.write(name, whole_tensor(parameters[name]))
-        writer.copy_unwritten()
-        writer.finish(run.source.config, {**record, "uptrain": summary})
-    run.state.rotate(keep=1)
-    run.accelerator.wait_for_everyone()
+    main = run.accelerator.is_main_process
+    with CheckpointWriter(run.source, run.output) if main else nullcontext() as writer:
+        for name in run.source.tensors:
+            if name in parameters:
+                tensor = whole_tensor(parameters[name])
+                if writer is not None:
+                    writer.write(name, tensor)
+
+        def publish() -> None:
+            assert writer is not None
+            writer.copy_unwritten()
+            writer.finish(run.source.config, {**record, "uptrain": summary})
+            run.state.rotate(keep=1)
+
+        processes.main_first(run.accelerator, publish)
     return summary
 
 
@@ -316,6 +322,11 @@ def finish(run: Run) -> dict[str, Any]:
 def _sums(run: Run, batch: Batch, *, with_teacher: bool = True) -> LossSums:
     with run.accelerator.autocast():
         return run.objective(batch.to(run.accelerator.device), with_teacher=with_teacher)
+
+
+def _zeros(count: int, device: torch.device) -> torch.Tensor:
+    """For sums over many tokens; float32 where float64 does not exist."""
+    return torch.zeros(count, device=device, dtype=torch.float32 if device.type == "mps" else torch.float64)
 
 
 def _counted(batches: list[Batch]) -> torch.Tensor:
@@ -439,6 +450,7 @@ def _finished(settings: UptrainSettings, student: Path, output: Path) -> dict[st
             f"{output}: is the result of uptraining another student or with other settings; "
             "choose another output, or remove it"
         )
+    Checkpoint.open(output)
     return record
 
 
@@ -448,7 +460,7 @@ def _summary(run: Run) -> dict[str, Any]:
         entries = [json.loads(line) for line in run.state.metrics.read_text(encoding="utf-8").splitlines()]
         evaluations = [entry["eval_loss"] for entry in entries if "eval_loss" in entry]
     return {
-        "student": {"name": str(run.source.path), "identity": run.position.identity["student"]},
+        "student": {"name": run.source.path.name, "identity": run.position.identity["student"]},
         "tokens": run.settings.total_tokens,
         "steps": run.settings.num_steps,
         "skipped_steps": run.position.skipped_steps,

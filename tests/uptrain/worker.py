@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.state import PartialState
 
 from headfold.convert.errors import HeadfoldError
 from headfold.uptrain import train
@@ -51,6 +52,8 @@ def dump_gradients(path: Path) -> None:
 
 
 def main() -> None:
+    # One process group for all jobs: a second one would find the first one's addresses in the launcher's store.
+    PartialState.destroy_process_group = lambda self, group=None: None  # type: ignore[method-assign]
     for job in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         if "fault" in job:
             inject(job["fault"])
