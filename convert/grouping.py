@@ -22,6 +22,11 @@ def adjacent_groups(num_heads: int, num_groups: int) -> Groups:
     return torch.arange(num_heads).view(num_groups, -1).tolist()
 
 
+def query_order(groups: Groups, group_size: int) -> list[int]:
+    """The old numbers of the query heads in their new order; group_size query heads read each old KV head."""
+    return [head * group_size + query for group in groups for head in group for query in range(group_size)]
+
+
 def similar_groups(lost: Tensor, num_groups: int) -> Groups:
     """A partition into groups of equal size with little loss within groups: heads and groups in ascending order.
 

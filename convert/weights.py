@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from headfold.convert.families import AttentionLayer, Projection
-from headfold.convert.grouping import Groups
+from headfold.convert.grouping import Groups, query_order
 from headfold.convert.merge import SharedHead
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class AttentionWeights:
         What encodes a group multiplies its rows of k and v; what restores its heads goes into q and o.
         """
         num_queries = len(self.q) // len(self.k)
-        order = [head * num_queries + query for group in groups for head in group for query in range(num_queries)]
+        order = query_order(groups, num_queries)
         head_dim = self.q.shape[1]
 
         def encoded(heads: Tensor, shared: list[SharedHead]) -> Tensor:

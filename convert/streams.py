@@ -1,0 +1,108 @@
+"""Hidden states of calibration text on their way through a model, layer by layer.
+
+Shapes in one letter code: W windows, B windows of a batch, T tokens, E hidden size.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from headfold.convert.errors import RefusedError
+from headfold.convert.families import AttentionLayer
+from headfold.convert.walk import AttentionCall, Stop, StreamedModel
+
+NUM_SINKS = 8
+"""Positions at the start of a window that no statistic counts: their huge activations would drown all others."""
+
+_BATCH_TOKENS = 4096
+_MAX_MEMORY_BYTES = 1 << 30
+"""Hidden states of one stream that are larger than this are kept in a file instead."""
+
+
+class Streams:
+    """Streams of hidden states (W, T, E), all of which start as the embedded windows (W, T)."""
+
+    def __init__(self, model: StreamedModel, windows: Tensor):
+        """Raises RefusedError for windows that hold nothing but the positions that are not counted."""
+        if windows.shape[1] <= 2 * NUM_SINKS:
+            raise RefusedError(
+                f"calibration windows of {windows.shape[1]} tokens are too short; at least {4 * NUM_SINKS} are needed"
+            )
+        self.model = model
+        self.windows = windows
+        per_batch = max(1, _BATCH_TOKENS // windows.shape[1])
+        self.batches = [slice(first, first + per_batch) for first in range(0, len(windows), per_batch)]
+
+    @contextmanager
+    def embedded(self, num_streams: int) -> Iterator[list[Tensor]]:
+        """The streams before the first block; what they need on disk goes when the context ends."""
+        with tempfile.TemporaryDirectory(prefix="headfold-") as directory:
+            hidden_states = self.model.embed(self.windows[batch] for batch in self.batches)
+            first = next(hidden_states)
+            shape = (len(self.windows), *first.shape[1:])
+            streams = [self._empty(shape, f"{directory}/{number}") for number in range(num_streams)]
+            for batch, hidden in zip(self.batches, chain([first], hidden_states), strict=True):
+                for stream in streams:
+                    stream[batch] = hidden.to(stream)
+            yield streams
+
+    def load(self, stream: Tensor, batch: slice) -> Tensor:
+        """A batch (B, T, E) of a stream on the device, in float32."""
+        return stream[batch].to(self.model.device, torch.float32)
+
+    def advance(self, number: int, *streams: Tensor) -> None:
+        """Move streams through a block."""
+        for stream in streams:
+            for batch in self.batches:
+                output = self.model.run(number, self.load(stream, batch))
+                assert output is not None
+                stream[batch] = output.to(stream)
+
+    def watch(
+        self, layer: AttentionLayer, stream: Tensor, listener: Callable[[AttentionCall, Tensor, slice], None]
+    ) -> None:
+        """Run a layer's attention on a stream. The listener gets its call, what its projections read, and the batch."""
+        inputs: list[Tensor] = []
+        module = self.model.blocks[layer.index].get_submodule(name_in_block(layer.q.weight))
+        with removing(module.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))):
+            for batch in self.batches:
+                inputs.clear()
+
+                def listen(call: AttentionCall, batch: slice = batch) -> None:
+                    listener(call, inputs[0], batch)
+                    raise Stop
+
+                if self.model.run(layer.index, self.load(stream, batch), listen) is not None:
+                    raise RefusedError(
+                        f"the attention of layer {layer.index} does not go through transformers' attention interface, "
+                        "so that it cannot be calibrated; --method mean needs no calibration"
+                    )
+
+    def _empty(self, shape: tuple[int, ...], path: str) -> Tensor:
+        dtype, size = self.model.hidden_dtype, math.prod(shape)
+        if size * dtype.itemsize <= _MAX_MEMORY_BYTES:
+            return torch.empty(shape, dtype=dtype)
+        return torch.from_file(path, shared=True, size=size, dtype=dtype).view(shape)
+
+
+def name_in_block(stored: str) -> str:
+    """The module inside its block that holds a stored parameter: `self_attn.o_proj` for
+    `model.layers.0.self_attn.o_proj.weight`."""
+    return stored[stored.rindex("layers.") :].split(".", 2)[2].rpartition(".")[0]
+
+
+@contextmanager
+def removing(hook: RemovableHandle) -> Iterator[None]:
+    """Removes a hook when the context ends."""
+    try:
+        yield
+    finally:
+        hook.remove()
