@@ -10,18 +10,22 @@ import functools
 import importlib.util
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .arguments import DecodeShape, check_decode_arguments, refuse
+from .arguments import check_decode_arguments, refuse
 from .errors import KernelError
 from .reference import gqa_decode_reference
 
 ATTN_IMPLEMENTATION = "headfold"
 MAX_HEAD_DIM = 256  # that the kernels hold in registers
 
+
+# Arguments with which some models change what attention means.
+_NOT_HONOURED = frozenset({"output_attentions", "head_mask", "indices", "block_indices", "sinks"})
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton looks at this when it is imported, once for all.
@@ -101,41 +105,47 @@ def gqa_decode(
     if shape.cache_dtype == str(q.dtype).removeprefix("torch.") and not (
         block_table is not None or softcap is not None or sinks is not None or return_lse
     ):
-        return _decode_sdpa(shape, q, k_cache, v_cache, seq_lens, seq_starts, window, softmax_scale)
+        ends = seq_lens.tolist()
+        starts = [0] * len(ends) if seq_starts is None else seq_starts.tolist()
+        if max(ends, default=0) > shape.capacity:
+            refuse("seq_lens", f"at most the {shape.capacity} slots of the cache", max(ends))
+        return _attend_sdpa(q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), starts, ends, window, softmax_scale)
     return gqa_decode_reference(
         q, k_cache, v_cache, seq_lens, softmax_scale=softmax_scale, return_lse=return_lse, **options
     )
 
 
-def _decode_sdpa(
-    shape: DecodeShape,
+def _attend_sdpa(
     q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    seq_lens: torch.Tensor,
-    seq_starts: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: Sequence[int],
+    ends: Sequence[int],
     window: int | None,
-    softmax_scale: float,
+    softmax_scale: float | None,
 ) -> torch.Tensor:
-    """A contiguous cache of q's dtype. Keys are cut out, never masked: what lies in unused slots may be NaN."""
-    q_bgmd = q.reshape(shape.batch_size, shape.num_key_value_heads, shape.group_size, shape.head_dim)
-    ends = seq_lens.tolist()
-    starts = [0] * len(ends) if seq_starts is None else seq_starts.tolist()
+    """q (B, H, D), k and v (B, G, N, D): the group's heads are SDPA's query rows. Returns (B, H, D).
+
+    Keys are cut out, never masked: what lies in unused slots may be NaN.
+    """
+    batch_size, num_heads, head_dim = q.shape
+    q_bgmd = q.reshape(batch_size, k.shape[1], num_heads // k.shape[1], head_dim)
     if window is not None:
         starts = [max(start, end - window) for start, end in zip(starts, ends, strict=True)]
-    if max(ends, default=0) > shape.capacity:
-        refuse("seq_lens", f"at most the {shape.capacity} slots of the cache", max(ends))
 
-    def attend(rows: slice, start: int, end: int) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, end: int) -> torch.Tensor:
         if start >= end:
-            return torch.zeros_like(q_bgmd[rows])
-        k, v = (cache[rows, max(start, 0) : end].transpose(1, 2) for cache in (k_cache, v_cache))
-        return scaled_dot_product_attention(q_bgmd[rows], k, v, scale=softmax_scale)
+            return torch.zeros_like(q)
+        start = max(start, 0)
+        if end - start < k.shape[2]:  # slicing takes as long as a short sequence's attention
+            k, v = k[:, :, start:end], v[:, :, start:end]
+        return scaled_dot_product_attention(q, k, v, scale=softmax_scale)
 
-    if len(set(ends)) == 1 and len(set(starts)) == 1:
-        out = attend(slice(None), starts[0], ends[0])
+    if batch_size and starts.count(starts[0]) == ends.count(ends[0]) == batch_size:
+        out = attend(q_bgmd, k, v, starts[0], ends[0])
     else:
-        parts = [attend(slice(b, b + 1), *span) for b, span in enumerate(zip(starts, ends, strict=True))]
+        rows = (slice(b, b + 1) for b in range(batch_size))
+        parts = [attend(q_bgmd[b], k[b], v[b], *span) for b, *span in zip(rows, starts, ends, strict=True)]
         out = torch.cat(parts) if parts else torch.zeros_like(q_bgmd)
     return out.reshape(q.shape)
 
@@ -165,13 +175,14 @@ def headfold_mask(*, q_length: int, config: Any = None, **kwargs: Any) -> torch.
     """The mask that transformers hands to `headfold_attention`, for transformers.AttentionMaskInterface.
 
     For several query tokens it is the one of "sdpa". For one it is the span of keys that each row attends to, first
-    and end, (B, 1, 1, 2) int32, worked out once for all layers: padding on the left, a window and the unfilled slots
-    of a static cache all leave one span. Where they do not (holes), it is the boolean mask, and the step goes to SDPA.
+    and end, (B, 1, 1, 2) int32, worked out once for all layers, or None for all keys: padding on the left, a window
+    and the unfilled slots of a static cache all leave one span. Where they do not (holes), it is the boolean mask, and
+    the step goes to SDPA.
 
     Raises KernelError for models with attention code of their own (ALiBi in Bloom, MPT and Falcon): it would read
     neither.
     """
-    from transformers.masking_utils import sdpa_mask
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
     if config is not None and _computes_own_attention(type(config)):
@@ -179,21 +190,42 @@ def headfold_mask(*, q_length: int, config: Any = None, **kwargs: Any) -> torch.
             f"{config.model_type} computes attention with code of its own, which attn_implementation="
             f'"{ATTN_IMPLEMENTATION}" does not reach: load it with "eager"'
         )
-    if q_length != 1:
+    padding, q_offset = kwargs.get("attention_mask"), kwargs.get("q_offset", 0)
+    if q_length != 1 or is_tracing(q_offset if padding is None else padding):
         return sdpa_mask(q_length=q_length, config=config, **kwargs)
-    kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
-    mask = sdpa_mask(q_length=q_length, config=config, **kwargs)
-    assert mask is not None
-    if is_tracing(mask) or mask.shape[1] != 1:
-        return mask
-    mask_bn = mask[:, 0, 0, :].to(torch.int32)
-    count = mask_bn.sum(dim=1)
-    start = mask_bn.argmax(dim=1)
-    end = torch.where(count > 0, mask_bn.shape[1] - mask_bn.flip(1).argmax(dim=1), start)
-    if not bool((end - start == count).all()):
-        return mask
-    # Starts and ends each contiguous in memory: the kernels read them as they are.
-    return torch.stack([start, end]).to(torch.int32).t()[:, None, None, :]
+
+    kv_length, kv_offset = kwargs["kv_length"], kwargs.get("kv_offset", 0)
+    is_causal = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    if is_causal and not (isinstance(q_offset, torch.Tensor) and q_offset.device.type != "cpu"):
+        # The padding says it all: the keys up to the token's own.
+        end = int(q_offset) + 1 - kv_offset
+        allowed_bn = None if padding is None else padding[:, kv_offset : kv_offset + end]
+        if allowed_bn is None or bool(allowed_bn.all()):
+            end = end if allowed_bn is None else allowed_bn.shape[1]
+            if end == kv_length and kwargs.get("allow_is_causal_skip", True):
+                return None
+            size = kwargs["batch_size"]
+            spans = torch.tensor([[0] * size, [end] * size], dtype=torch.int32, device=kwargs.get("device"))
+            return spans.t()[:, None, None, :]
+        mask = None
+    else:
+        kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+        mask = sdpa_mask(q_length=q_length, config=config, **kwargs)
+        assert mask is not None
+        if mask.shape[1] != 1:
+            return mask
+        allowed_bn = mask[:, 0, 0]
+    allowed_bn = allowed_bn.to(torch.int32)
+    count = allowed_bn.sum(dim=1)
+    start = allowed_bn.argmax(dim=1)
+    end = torch.where(count > 0, allowed_bn.shape[1] - allowed_bn.flip(1).argmax(dim=1), start)
+    if bool((end - start == count).all()):
+        # As above, starts and ends each contiguous in memory: the kernels read them as they are.
+        return torch.stack([start, end]).to(torch.int32).t()[:, None, None, :]
+    if mask is None:
+        kwargs["allow_is_causal_skip"] = False
+        mask = sdpa_mask(q_length=q_length, config=config, **kwargs)
+    return mask
 
 
 def _is_spans(mask: torch.Tensor | None) -> bool:
@@ -227,8 +259,8 @@ def headfold_attention(
     or where that has no argument for what is asked (softcap, sinks) to plain torch. Returns (B, T, H, D) and None.
     Raises KernelError for what cannot be honoured.
     """
-    for name in ("output_attentions", "head_mask", "indices", "block_indices", "sinks"):
-        if kwargs.get(name) is not None and kwargs[name] is not False:
+    for name in _NOT_HONOURED.intersection(kwargs):
+        if kwargs[name] is not None and kwargs[name] is not False:
             raise KernelError(
                 f'attn_implementation="{ATTN_IMPLEMENTATION}" cannot honour {name}: load the model with "eager"'
             )
@@ -239,19 +271,26 @@ def headfold_attention(
 
     plain = dropout == 0 and position_bias is None
     is_step = query.shape[2] == 1 and plain and (attention_mask is None or _is_spans(attention_mask))
-    options = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux, "window": sliding_window}
+    options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux, "window": sliding_window}
     if not isinstance(key, torch.Tensor):  # a view of one of our caches, see cache.py
         if not is_step:
             raise KernelError("this cache takes one query token at a time, and rows padded on the left only")
         return key.attend(query[:, :, 0], attention_mask, **options)[:, None], None
 
+    if is_step and not runs_triton(query.device.type) and softcap is None and s_aux is None:
+        # What `gqa_decode` would do, without its checks: they would take longer than a short sequence's attention.
+        if attention_mask is None:
+            starts, ends = [0] * query.shape[0], [key.shape[2]] * query.shape[0]
+        else:
+            starts, ends = zip(*attention_mask.flatten(1).tolist(), strict=True)
+        return _attend_sdpa(query[:, :, 0], key, value, starts, ends, sliding_window, scaling)[:, None], None
     if is_step and query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM:
         k_cache, v_cache = key.transpose(1, 2), value.transpose(1, 2)
         if attention_mask is None:
-            starts, ends = None, torch.full(query.shape[:1], key.shape[2], dtype=torch.int32, device=query.device)
+            first, end = None, torch.full(query.shape[:1], key.shape[2], dtype=torch.int32, device=query.device)
         else:
-            starts, ends = attention_mask[:, 0, 0, 0], attention_mask[:, 0, 0, 1]
-        return gqa_decode(query[:, :, 0], k_cache, v_cache, ends, seq_starts=starts, **options)[:, None], None
+            first, end = attention_mask[:, 0, 0, 0], attention_mask[:, 0, 0, 1]
+        return gqa_decode(query[:, :, 0], k_cache, v_cache, end, seq_starts=first, **options)[:, None], None
 
     if _is_spans(attention_mask):
         attention_mask = spans_to_mask(attention_mask, key.shape[2])

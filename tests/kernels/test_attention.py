@@ -211,7 +211,12 @@ def test_the_mask_of_one_token_is_a_span_per_row():
     assert headfold_mask(kv_length=10, **common)[:, 0, 0].tolist() == [[2, 6], [0, 6]]
     window = transformers.masking_utils.sliding_window_causal_mask_function(3)
     assert headfold_mask(kv_length=6, mask_function=window, **common)[:, 0, 0].tolist() == [[3, 6], [3, 6]]
+    # Nothing to leave out: no mask; but never where slots are unfilled.
+    common["attention_mask"] = None
+    assert headfold_mask(kv_length=6, **common) is None
+    assert headfold_mask(kv_length=10, **common)[:, 0, 0].tolist() == [[0, 6], [0, 6]]
     padding[1, 3] = False  # a hole
+    common["attention_mask"] = padding
     assert headfold_mask(kv_length=6, **common).dtype == torch.bool
 
 

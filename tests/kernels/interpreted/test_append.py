@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
@@ -67,7 +69,7 @@ def test_generate_on_the_kernels(kind, cache_dtype, window, monkeypatch):
     for attention in ("eager", "headfold"):
         torch.manual_seed(0)
         kind_of_model = MistralForCausalLM if window else LlamaForCausalLM
-        model = kind_of_model._from_config(config, attn_implementation=attention).eval()
+        model = kind_of_model._from_config(copy.deepcopy(config), attn_implementation=attention).eval()
         for name, parameter in model.named_parameters():
             if "norm" not in name:
                 parameter.data.normal_(std=0.3)
