@@ -13,23 +13,17 @@ Shape letters: B sequences, T tokens.
 
 from __future__ import annotations
 
-import functools
 import gc
-import inspect
 import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 import torch
-import transformers
 
 from headfold.convert.errors import HeadfoldError, RefusedError
-from headfold.kernels import KernelError
 
-from .loading import available_bytes, text_config
+from .engines import Engine, Run, clock
+from .loading import available_bytes
 from .schema import DecodePoint, Ladder, Latency, Rung, Speed, Spread
 from .settings import DecodeSettings
 from .stats import quantile
@@ -39,89 +33,8 @@ FREE_MEMORY_SHARE = 0.8
 _COPY_BYTES = 1 << 28
 _COPY_REPETITIONS = 10
 
-Models = Sequence[transformers.PreTrainedModel]
-"""The model before and the model after, in this order."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """One prefill and the steps after it. Seconds and bytes."""
-
-    first_token: float
-    steps: list[float]
-    cache_bytes: int
-    peak_memory_bytes: int | None
-
-    @property
-    def median_step(self) -> float:
-        return statistics.median(self.steps)
-
-
-def preallocated_cache(model: transformers.PreTrainedModel, batch: int, num_tokens: int) -> transformers.StaticCache:
-    """An empty cache for B sequences of num_tokens tokens, its memory touched.
-
-    One token goes through the model, so that the model itself decides on heads, sizes and dtype; then it is forgotten.
-    """
-    cache = transformers.StaticCache(config=model.config, max_cache_len=num_tokens)
-    step(model, torch.zeros(batch, 1, dtype=torch.long, device=_device(model)), cache)
-    cache.reset()
-    return cache
-
-
-def cache_bytes(cache: transformers.StaticCache) -> int:
-    """Bytes of keys and values that the cache holds."""
-    layers: list[Any] = cache.layers
-    tensors = [tensor for layer in layers for tensor in (layer.keys, layer.values)]
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-@dataclass(frozen=True)
-class CacheShape:
-    """What a model keeps of a token, counted in a cache that it filled. Heads and size are those of the first layer."""
-
-    num_layers: int
-    num_key_value_heads: int
-    head_dim: int
-    entries_per_token: float
-
-
-@torch.inference_mode()
-def cache_shape(model: transformers.PreTrainedModel, num_tokens: int) -> CacheShape:
-    """Layers, KV heads, head_dim, and the numbers that each of num_tokens tokens adds over all layers.
-
-    Raises RefusedError for a model whose cache is not keys and values of every token (a state-space layer, say), or
-    that the attention it was loaded with cannot serve.
-    """
-    try:
-        layers: list[Any] = preallocated_cache(model, 1, num_tokens).layers
-        _, num_heads, _, head_dim = layers[0].keys.shape
-    except (KernelError, AttributeError, TypeError, KeyError, NotImplementedError) as error:
-        raise RefusedError(f"{type(model).__name__} cannot run on a preallocated KV cache: {error}") from error
-    entries = sum(layer.keys.numel() + layer.values.numel() for layer in layers)
-    return CacheShape(len(layers), num_heads, head_dim, entries / num_tokens)
-
-
-def step(model: transformers.PreTrainedModel, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
-    """Feeds tokens (B, T) after what the cache holds; returns the most likely next token (B, 1)."""
-    kind: Any = type(model)
-    logits = model(input_ids=input_ids, use_cache=True, logits_to_keep=1, **{_cache_argument(kind): cache}).logits
-    return logits[:, -1:].argmax(-1)
-
-
-@functools.cache
-def _cache_argument(model_class: Any) -> str:
-    """transformers renamed past_key_values to cache in 5.x; models with code of their own may use either."""
-    return "cache" if "cache" in inspect.signature(model_class.forward).parameters else "past_key_values"
-
-
-def _device(model: transformers.PreTrainedModel) -> torch.device:
-    return next(model.parameters()).device
-
-
-def _clock(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+Engines = Sequence[Engine]
+"""Those of the model before and the model after, in this order."""
 
 
 @contextmanager
@@ -135,46 +48,22 @@ def _no_garbage_collection() -> Iterator[None]:
         gc.enable()
 
 
-@torch.inference_mode()
-def run_once(model: transformers.PreTrainedModel, prompt: torch.Tensor, num_steps: int) -> Run:
-    """Prefills prompt (B, T), then decodes num_steps tokens for each sequence, greedily."""
-    device = prompt.device
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    batch, context = prompt.shape
-    cache = preallocated_cache(model, batch, context + num_steps)
-    start = _clock(device)
-    token = step(model, prompt, cache)
-    last = _clock(device)
-    first_token, steps = last - start, []
-    for _ in range(num_steps):
-        token = step(model, token, cache)
-        now = _clock(device)
-        steps.append(now - last)
-        last = now
-    peak = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
-    return Run(first_token, steps, cache_bytes(cache), peak)
-
-
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read and written together, of the fastest of some large copies on the device."""
     source = torch.ones(_COPY_BYTES, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     times = []
     for _ in range(_COPY_REPETITIONS):
-        start = _clock(device)
+        start = clock(device)
         target.copy_(source)
-        times.append(_clock(device) - start)
+        times.append(clock(device) - start)
     return 2 * _COPY_BYTES / min(times)
 
 
-def bytes_per_step(model: transformers.PreTrainedModel, run: Run, context: int) -> float:
-    """Bytes that a step of a dense model must read: all weights but an untied input embedding, and the filled cache."""
-    parameters = {id(parameter): parameter for parameter in model.parameters()}
-    if not text_config(model).tie_word_embeddings:
-        parameters.pop(id(model.get_input_embeddings().weight), None)
-    filled = (context + len(run.steps) / 2) / (context + len(run.steps))  # on average over the steps
-    return sum(p.numel() * p.element_size() for p in parameters.values()) + run.cache_bytes * filled
+def bytes_per_step(engine: Engine, run: Run, context: int) -> float:
+    """Bytes that a step must read, on average over the steps of a run: weights, and what the cache holds by then."""
+    filled = (context + len(run.steps) / 2) / (context + len(run.steps))
+    return engine.weight_bytes_per_step() + run.cache_bytes * filled
 
 
 def usable_contexts(settings: DecodeSettings, max_positions: int | None) -> tuple[list[int], int, str | None]:
@@ -197,25 +86,23 @@ def usable_contexts(settings: DecodeSettings, max_positions: int | None) -> tupl
     return sorted({min(context, longest) for context in contexts}), min(ladder_context, longest), note if cut else None
 
 
-def _interleaved(models: Models, batch: int, context: int, settings: DecodeSettings, seed: int) -> list[list[Run]]:
+def _interleaved(engines: Engines, batch: int, context: int, settings: DecodeSettings, seed: int) -> list[list[Run]]:
     """Runs by model and repetition, on the same prompt; the model that goes first changes each time."""
-    vocabulary = min(text_config(model).vocab_size for model in models)
+    vocabulary = min(engine.vocab_size for engine in engines)
     generator = torch.Generator().manual_seed(seed)
-    prompt = torch.randint(vocabulary, (batch, context), generator=generator).to(_device(models[0]))
-    runs: list[list[Run]] = [[] for _ in models]
+    prompt = torch.randint(vocabulary, (batch, context), generator=generator).to(engines[0].device)
+    runs: list[list[Run]] = [[] for _ in engines]
     with _no_garbage_collection():
-        for model in models:
-            run_once(model, prompt, WARMUP_STEPS)
+        for engine in engines:
+            engine.run(prompt, WARMUP_STEPS)
         for repetition in range(settings.repetitions):
-            order = list(range(len(models)))
+            order = list(range(len(engines)))
             for index in order if repetition % 2 == 0 else order[::-1]:
-                runs[index].append(run_once(models[index], prompt, settings.new_tokens))
+                runs[index].append(engines[index].run(prompt, settings.new_tokens))
     return runs
 
 
-def _speed(
-    model: transformers.PreTrainedModel, runs: Sequence[Run], batch: int, context: int, bandwidth: float | None
-) -> Speed:
+def _speed(engine: Engine, runs: Sequence[Run], batch: int, context: int, bandwidth: float | None) -> Speed:
     """Medians and quantiles over all repetitions of one model at one point."""
     steps = [seconds for run in runs for seconds in run.steps]
     median = statistics.median(steps)
@@ -225,7 +112,7 @@ def _speed(
         tokens_per_second=batch * len(steps) / sum(steps),
         cache_bytes=runs[0].cache_bytes,
         peak_memory_bytes=max((run.peak_memory_bytes for run in runs if run.peak_memory_bytes), default=None),
-        bandwidth_share=bytes_per_step(model, runs[0], context) / median / bandwidth if bandwidth else None,
+        bandwidth_share=bytes_per_step(engine, runs[0], context) / median / bandwidth if bandwidth else None,
     )
 
 
@@ -235,9 +122,9 @@ def _spread(before: Sequence[float], after: Sequence[float]) -> Spread:
     return Spread(median=statistics.median(ratios), low=min(ratios), high=max(ratios))
 
 
-def _bandwidth_of_gpu(models: Models) -> float | None:
+def _bandwidth_of_gpu(engines: Engines) -> float | None:
     """The device's copy bandwidth. None on a CPU, whose caches make a share of it meaningless."""
-    device = _device(models[0])
+    device = engines[0].device
     return copy_bandwidth(device) if device.type == "cuda" else None
 
 
@@ -249,7 +136,7 @@ def _memory_limit(settings: DecodeSettings, device: torch.device) -> int | None:
 
 
 def measure_points(
-    models: Models,
+    engines: Engines,
     settings: DecodeSettings,
     contexts: Sequence[int],
     *,
@@ -257,24 +144,24 @@ def measure_points(
     progress: Callable[[int, int], None],
 ) -> list[DecodePoint]:
     """Both models at every pair of a context and a batch. Raises HeadfoldError where memory does not suffice."""
-    bandwidth = _bandwidth_of_gpu(models)
+    bandwidth = _bandwidth_of_gpu(engines)
     pairs = [(context, batch) for context in contexts for batch in sorted(set(settings.batches))]
     points = []
     for done, (context, batch) in enumerate(pairs):
         progress(done, len(pairs))
         try:
-            before, after = _interleaved(models, batch, context, settings, seed)
+            before, after = _interleaved(engines, batch, context, settings, seed)
         except torch.OutOfMemoryError as error:
             raise HeadfoldError(
-                f"decode: batch {batch} with context {context} does not fit the memory of {_device(models[0])}; "
+                f"decode: batch {batch} with context {context} does not fit the memory of {engines[0].device}; "
                 "ask for smaller decode.batches or decode.contexts."
             ) from error
         points.append(
             DecodePoint(
                 batch=batch,
                 context=context,
-                before=_speed(models[0], before, batch, context, bandwidth),
-                after=_speed(models[1], after, batch, context, bandwidth),
+                before=_speed(engines[0], before, batch, context, bandwidth),
+                after=_speed(engines[1], after, batch, context, bandwidth),
                 speedup=_spread([run.median_step for run in before], [run.median_step for run in after]),
                 first_token_speedup=_spread([run.first_token for run in before], [run.first_token for run in after]),
             )
@@ -284,7 +171,7 @@ def measure_points(
 
 
 def measure_ladder(
-    models: Models,
+    engines: Engines,
     settings: DecodeSettings,
     context: int,
     points: Sequence[DecodePoint],
@@ -296,13 +183,12 @@ def measure_ladder(
 
     Rungs that are among `points` already are taken from there.
     """
-    bandwidth = _bandwidth_of_gpu(models)
-    limit = _memory_limit(settings, _device(models[0]))
+    bandwidth = _bandwidth_of_gpu(engines)
+    limit = _memory_limit(settings, engines[0].device)
     known = {(point.batch, point.context): (point.before, point.after) for point in points}
     counts = [2**power for power in range(settings.ladder_sequences.bit_length())]
     rungs: list[Rung] = []
-    with torch.inference_mode():
-        per_sequence = [cache_bytes(preallocated_cache(model, 1, context + settings.new_tokens)) for model in models]
+    per_sequence = [engine.cache_bytes(context + settings.new_tokens) for engine in engines]
     fitting = [0, 1]
     for done, sequences in enumerate(counts):
         progress(done, len(counts))
@@ -312,9 +198,9 @@ def measure_ladder(
             for index in fitting:
                 speeds[index] = known[sequences, context][index]
         else:
-            fitting, runs = _while_memory_lasts(models, fitting, sequences, context, settings, seed)
+            fitting, runs = _while_memory_lasts(engines, fitting, sequences, context, settings, seed)
             for index, of_one_model in zip(fitting, runs, strict=True):
-                speeds[index] = _speed(models[index], of_one_model, sequences, context, bandwidth)
+                speeds[index] = _speed(engines[index], of_one_model, sequences, context, bandwidth)
         if not fitting:
             break
         rungs.append(Rung(sequences=sequences, before=speeds[0], after=speeds[1]))
@@ -323,12 +209,12 @@ def measure_ladder(
 
 
 def _while_memory_lasts(
-    models: Models, fitting: list[int], sequences: int, context: int, settings: DecodeSettings, seed: int
+    engines: Engines, fitting: list[int], sequences: int, context: int, settings: DecodeSettings, seed: int
 ) -> tuple[list[int], list[list[Run]]]:
     """Runs of the models that fit, and which these are. The first, whose cache is the larger, is the first to go."""
     while fitting:
         try:
-            return fitting, _interleaved([models[index] for index in fitting], sequences, context, settings, seed)
+            return fitting, _interleaved([engines[index] for index in fitting], sequences, context, settings, seed)
         except torch.OutOfMemoryError:
             fitting = fitting[1:]
     return [], []

@@ -23,9 +23,10 @@ from headfold.convert.errors import RefusedError
 from . import decode, loading
 from .corpus import ScoringPlan, plan_scoring
 from .divergence import DivergenceMeter
+from .engines import CacheShape, Engine, TransformersEngine, VllmEngine, cache_shape, refuse_without_vllm
 from .perplexity import compare, sampling_units, score
 from .schema import CacheBytesPerToken, Conditions, DecodeSetup, ModelRecord, Report, TrainingPoint
-from .settings import EvalSettings
+from .settings import DecodeSettings, EvalSettings
 from .tasks import TaskSuite, compare_tasks
 from .verdict import verdict
 
@@ -74,6 +75,8 @@ def evaluate(
     max_positions = min(limits, default=None)
     contexts: list[int] = []
     ladder_context, note = 0, None
+    if settings.engine == "vllm":
+        refuse_without_vllm()
     if settings.decode is not None:
         contexts, ladder_context, note = decode.usable_contexts(settings.decode, max_positions)
     tokenizers = []
@@ -96,7 +99,7 @@ def evaluate(
     for group in [list(range(len(paths)))] if together else [[index] for index in range(len(paths))]:
         loaded = [loading.load_model(paths[index], place) for index in group]
         for index, model in zip(group, loaded, strict=True):
-            shape = decode.cache_shape(model, CACHE_TOKENS)
+            shape = cache_shape(model, CACHE_TOKENS)
             entries_per_token.append(shape.entries_per_token)
             models.append(_model_record(roles[index], checkpoints[index], records[index], model, shape))
         if plan is not None:
@@ -131,7 +134,10 @@ def evaluate(
 
     points, ladder, setup = [], None, None
     if settings.decode is not None:
-        pair = [loading.load_model(paths[0], place), loading.load_model(paths[-1], place)]
+        pair = [
+            _engine(path, settings, settings.decode, place, max(*contexts, ladder_context))
+            for path in (paths[0], paths[-1])
+        ]
         points = decode.measure_points(
             pair, settings.decode, contexts, seed=settings.seed, progress=_of_stage(progress, "decode")
         )
@@ -173,6 +179,20 @@ def evaluate(
     )
 
 
+def _engine(
+    path: Path, settings: EvalSettings, asked: DecodeSettings, place: loading.Placement, longest_context: int
+) -> Engine:
+    """The engine that times a model's decoding."""
+    if settings.engine != "vllm":
+        return TransformersEngine(loading.load_model(path, place))
+    return VllmEngine(
+        path,
+        place,
+        max_sequences=max(*asked.batches, asked.ladder_sequences),
+        max_tokens=longest_context + asked.new_tokens,
+    )
+
+
 def _roles(paths: Sequence[Path], records: Sequence[dict[str, Any]]) -> tuple[list[str], int | None]:
     """The part that each model plays, and the index of the converted one where it was given."""
     if len(paths) == 2:
@@ -208,7 +228,7 @@ def _model_record(
     checkpoint: Checkpoint,
     record: dict[str, Any],
     model: transformers.PreTrainedModel,
-    shape: decode.CacheShape,
+    shape: CacheShape,
 ) -> ModelRecord:
     config = loading.text_config(model)
     stored = Counter[str]()

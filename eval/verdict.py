@@ -41,15 +41,18 @@ def headline_point(decode: Sequence[DecodePoint]) -> DecodePoint:
 
 
 def _quality(heads: str, perplexity: Perplexity, recovered: Interval | None) -> str:
-    change = _mapped(perplexity.changes[-1].ratio, lambda ratio: 100 * (ratio - 1))
+    ratio = perplexity.changes[-1].ratio
     before, after = significant(perplexity.before, 4), significant(perplexity.after, 4)
+    change = _mapped(ratio, lambda value: 100 * (value - 1))
     if change.low is not None and change.high is not None and change.low <= 0 <= change.high:
         end = f"{after}, not to be told from the original's {before} on this text{_between(change, '+.1f')}"
     elif change.value < 0:
         lower = _mapped(change, lambda value: -value)
         end = f"{after}, {lower.value:.1f} % below the original's {before}{_between(lower, '.1f')}"
-    else:
+    elif ratio.value < 2:
         end = f"{after}, {change.value:.1f} % above the original's {before}{_between(change, '.1f')}"
+    else:
+        end = f"{after}, {ratio.value:.1f} times the original's {before}{_between(ratio, '.1f')}"
     if recovered is None:
         return f"Going from {heads} leaves perplexity at {end}."
     verb, sign = ("won back", 100) if recovered.value >= 0 else ("added another", -100)

@@ -154,10 +154,17 @@ def _quality_card(report: Report) -> dict[str, Any] | None:
             for role, value in values.items()
             if value is not None and role in labels
         ],
-        "change": _with_interval(perplexity.changes[-1].ratio, lambda ratio: f"{100 * (ratio - 1):+.1f} %"),
+        "change": _change(perplexity.changes[-1].ratio),
         "recovered": None if recovered is None else _with_interval(recovered, lambda share: f"{100 * share:.0f} %"),
         "recovered_share": None if recovered is None else min(max(recovered.value, 0.0), 1.0),
     }
+
+
+def _change(ratio: Interval) -> str:
+    """A perplexity ratio against the original: in percent, or as a factor where it is large."""
+    if ratio.value < 2:
+        return f"{_with_interval(ratio, lambda value: f'{100 * (value - 1):+.1f} %')} against the original"
+    return f"{_with_interval(ratio, lambda value: f'{value:.1f}')} times the original"
 
 
 def _speed_card(report: Report) -> Card | None:

@@ -11,7 +11,8 @@ import torch
 import transformers
 
 from headfold.convert.errors import HeadfoldError, RefusedError
-from headfold.eval import decode
+from headfold.eval import decode, engines
+from headfold.eval.engines import Run, TransformersEngine, cache_shape, preallocated_cache, step
 from headfold.eval.settings import DecodeSettings
 from headfold.kernels import kv_cache_bytes
 
@@ -23,14 +24,15 @@ def ignore(done: int, total: int) -> None:
 
 
 def points(settings: DecodeSettings, contexts: list[int], models: Any = None):
-    return decode.measure_points(models or [make_model(4), make_model(1)], settings, contexts, seed=0, progress=ignore)
+    both = [TransformersEngine(model) for model in models or (make_model(4), make_model(1))]
+    return decode.measure_points(both, settings, contexts, seed=0, progress=ignore)
 
 
 @pytest.mark.parametrize("num_key_value_heads", [1, 2, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_cache_bytes_are_those_of_the_formula(num_key_value_heads: int, dtype: torch.dtype) -> None:
     model = make_model(num_key_value_heads).to(dtype)
-    run = decode.run_once(model, torch.ones(3, 10, dtype=torch.long), 4)
+    run = TransformersEngine(model).run(torch.ones(3, 10, dtype=torch.long), 4)
     assert run.cache_bytes == kv_cache_bytes(
         num_layers=2,
         num_key_value_heads=num_key_value_heads,
@@ -39,7 +41,7 @@ def test_cache_bytes_are_those_of_the_formula(num_key_value_heads: int, dtype: t
         cache_dtype=dtype,
         num_sequences=3,
     )
-    shape = decode.cache_shape(model, 16)
+    shape = cache_shape(model, 16)
     assert (shape.num_layers, shape.num_key_value_heads, shape.head_dim) == (2, num_key_value_heads, 12)
     assert shape.entries_per_token == 2 * 2 * num_key_value_heads * 12
 
@@ -51,7 +53,7 @@ def test_cache_bytes_of_layers_with_a_window() -> None:
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=6,
     )  # fmt: skip
     model = transformers.MistralForCausalLM(config).eval()
-    run = decode.run_once(model, torch.ones(2, 10, dtype=torch.long), 4)
+    run = TransformersEngine(model).run(torch.ones(2, 10, dtype=torch.long), 4)
     expected = kv_cache_bytes(
         num_layers=2,
         num_key_value_heads=2,
@@ -73,11 +75,11 @@ def test_cache_bytes_of_layers_with_a_window() -> None:
 def test_steps_over_the_preallocated_cache_give_the_models_own_tokens() -> None:
     model = make_model(2)
     prompt = torch.randint(2, 320, (3, 9), generator=torch.Generator().manual_seed(0))
-    cache = decode.preallocated_cache(model, 3, 16)
+    cache = preallocated_cache(model, 3, 16)
     fed, tokens = prompt, prompt
     with torch.inference_mode():
         for _ in range(6):
-            fed = decode.step(model, fed, cache)
+            fed = step(model, fed, cache)
             expected = model(tokens, use_cache=False).logits[:, -1:].argmax(-1)
             assert torch.equal(fed, expected)
             tokens = torch.cat([tokens, fed], dim=1)
@@ -89,25 +91,25 @@ def test_c8_what_the_clock_sees(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count()
     models = [make_model(4), make_model(1)]
     name = {id(models[0]): "before", id(models[1]): "after"}
-    real_step, real_cache = decode.step, decode.preallocated_cache
+    real_step, real_cache = engines.step, engines.preallocated_cache
 
     def clock(device: torch.device) -> float:
         events.append("clock")
         return float(next(ticks))
 
-    def step(model: Any, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
+    def watched_step(model: Any, input_ids: torch.Tensor, cache: Any) -> torch.Tensor:
         events.append(f"{name[id(model)]} {input_ids.shape[1]}")
         return real_step(model, input_ids, cache)
 
     def cache(*arguments: Any) -> Any:
         with monkeypatch.context() as unwatched:
-            unwatched.setattr(decode, "step", real_step)
+            unwatched.setattr(engines, "step", real_step)
             events.append("allocate")
             return real_cache(*arguments)
 
-    monkeypatch.setattr(decode, "_clock", clock)
-    monkeypatch.setattr(decode, "step", step)
-    monkeypatch.setattr(decode, "preallocated_cache", cache)
+    monkeypatch.setattr(engines, "clock", clock)
+    monkeypatch.setattr(engines, "step", watched_step)
+    monkeypatch.setattr(engines, "preallocated_cache", cache)
     (point,) = points(DecodeSettings(batches=[2], contexts=[5], new_tokens=2, repetitions=2), [5], models)
 
     def run(which: str, num_steps: int) -> list[str]:
@@ -126,17 +128,17 @@ def test_c8_what_the_clock_sees(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_c8_the_spread_is_that_of_ratios_within_a_repetition(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that slows down by half between repetitions leaves the ratios where they were."""
 
-    def interleaved(*_: Any) -> list[list[decode.Run]]:
+    def interleaved(*_: Any) -> list[list[Run]]:
         return [
             [
-                decode.Run(2.0, [4.0, 4.0], 8, None),
-                decode.Run(4.0, [8.0, 8.0], 8, None),
-                decode.Run(2.0, [4.4, 4.4], 8, None),
+                Run(2.0, [4.0, 4.0], 8),
+                Run(4.0, [8.0, 8.0], 8),
+                Run(2.0, [4.4, 4.4], 8),
             ],
             [
-                decode.Run(1.0, [2.0, 2.0], 2, None),
-                decode.Run(2.0, [4.0, 4.0], 2, None),
-                decode.Run(1.0, [2.0, 2.0], 2, None),
+                Run(1.0, [2.0, 2.0], 2),
+                Run(2.0, [4.0, 4.0], 2),
+                Run(1.0, [2.0, 2.0], 2),
             ],
         ]
 
@@ -171,7 +173,8 @@ def test_contexts_beyond_the_models_positions_are_cut() -> None:
 
 
 def ladder(settings: DecodeSettings, known: Any = ()):
-    return decode.measure_ladder([make_model(4), make_model(1)], settings, 6, known, seed=0, progress=ignore)
+    both = [TransformersEngine(model) for model in (make_model(4), make_model(1))]
+    return decode.measure_ladder(both, settings, 6, known, seed=0, progress=ignore)
 
 
 def test_the_ladder_ends_where_each_models_memory_does() -> None:
@@ -218,15 +221,16 @@ def test_the_ladder_takes_what_was_measured_already(monkeypatch: pytest.MonkeyPa
 
 def test_bytes_that_a_step_reads() -> None:
     untied, tied = make_model(2), make_model(2, tie_word_embeddings=True)
-    run = decode.Run(1.0, [1.0] * 4, cache_bytes=1000, peak_memory_bytes=None)
+    run = Run(1.0, [1.0] * 4, cache_bytes=1000)
     weights = sum(p.numel() for p in untied.parameters()) - untied.get_input_embeddings().weight.numel()
     # Of 10 slots, 6 are filled by the prompt and on average 2 more by the steps.
-    assert decode.bytes_per_step(untied, run, 6) == 4 * weights + 800
-    assert decode.bytes_per_step(tied, run, 6) == 4 * sum(p.numel() for p in tied.parameters()) + 800
+    assert decode.bytes_per_step(TransformersEngine(untied), run, 6) == 4 * weights + 800
+    all_weights = sum(p.numel() for p in tied.parameters())
+    assert decode.bytes_per_step(TransformersEngine(tied), run, 6) == 4 * all_weights + 800
 
 
 def test_copy_bandwidth_counts_reads_and_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "_COPY_BYTES", 1 << 16)
     ticks = itertools.count()
-    monkeypatch.setattr(decode, "_clock", lambda device: float(next(ticks)))
+    monkeypatch.setattr(decode, "clock", lambda device: float(next(ticks)))
     assert decode.copy_bandwidth(torch.device("cpu")) == 2 * (1 << 16)

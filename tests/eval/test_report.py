@@ -416,6 +416,12 @@ def test_verdict_where_the_model_got_better() -> None:
     assert "5.8 % below the original's 35.16 (95 % interval: 5.4 to 6.2)" in text
 
 
+def test_verdict_where_the_model_is_in_ruins() -> None:
+    report = make_report(nats_after=7.7)
+    assert "ends at 2,208, 62.8 times the original's 35.16 (95 % interval: 62.6 to 63.1)" in report.verdict
+    assert "62.8 (62.6 to 63.1) times the original" in Page(render_html(report)).text
+
+
 def test_verdict_from_tasks_or_from_nothing_but_memory() -> None:
     only_tasks = make_report(**{**EMPTY, "tasks": make_report().tasks})
     assert "changes acc on arc_easy by -1.2 points (95 % interval: -2.0 to +0.1)" in only_tasks.verdict
