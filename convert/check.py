@@ -8,9 +8,8 @@ from typing import Literal
 
 from headfold.convert.checkpoint import Checkpoint, scan
 from headfold.convert.errors import CheckpointError, RefusedError
-from headfold.convert.families import describe
+from headfold.convert.families import describe, remap
 from headfold.convert.families.declared import FAMILIES
-from headfold.convert.families.remap import remap
 
 
 @dataclass(frozen=True)
@@ -33,7 +32,7 @@ def check_checkpoint(path: str | Path) -> list[Finding]:
         return findings
     findings += [Finding("warning", warning) for warning in checkpoint.warnings]
     try:
-        checkpoint = remap(checkpoint)
+        checkpoint = remap.remap(checkpoint)
         describe(checkpoint)
     except CheckpointError as error:
         findings.append(Finding("error", str(error)))

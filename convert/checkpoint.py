@@ -252,7 +252,8 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
             path = _contained(directory / shard, directory)
             if pickled:
                 loaded = _load_pickle(path)
-                header, entries = {}, [_pickled_entry(shard, path, *item) for item in loaded.items()]
+                header: dict[str, str] = {}
+                entries = [_pickled_entry(shard, path, *item) for item in loaded.items()]
                 computed.update({name: partial(_rows, tensor) for name, tensor in loaded.items()})
                 identity = repr(entries).encode()
             else:

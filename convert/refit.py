@@ -6,7 +6,7 @@ P rotary pairs, E hidden size, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,8 +122,8 @@ class _LogitProblem:
         """Maps (H, D, D) of the query heads; the unknown is their difference from the identity."""
         raw = [self._raw_queries(window, weights) for window in self._windows]
         keys = [self._keys(window, weights) for window in self._windows]
-        second = _with_floor(sum(q.mT @ q for q in raw) / self._num_queries)
-        spread = self._average_pairs(sum(map(self._key_spread, self._windows, keys)) / self._num_queries)
+        second = _with_floor(_total(q.mT @ q for q in raw) / self._num_queries)
+        spread = self._average_pairs(_total(map(self._key_spread, self._windows, keys)) / self._num_queries)
         ridge = strength * spread.mean(1)[:, None, None]
 
         def gradient(maps: Tensor | None) -> Tensor:
@@ -157,7 +157,7 @@ class _LogitProblem:
         queries = [self._queries(window, weights) for window in self._windows]
         flat = inputs.flatten(0, 1)
         second = _with_floor(flat.T @ flat / len(flat))
-        energy = sum(q.square().sum(1) for q in queries) / self._num_queries
+        energy = _total(q.square().sum(1) for q in queries) / self._num_queries
         spread = self._average_pairs(energy.unflatten(0, (self._num_key_heads, -1)).sum(1))
         ridge = strength * spread.mean(1)[:, None, None]
 
@@ -286,3 +286,7 @@ def _with_floor(second: Tensor) -> Tensor:
     mean = second.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     floor = _FLOOR * mean + torch.finfo(second.dtype).tiny
     return second + floor * torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
+
+
+def _total(tensors: Iterable[Tensor]) -> Tensor:
+    return sum(tensors)  # type: ignore[return-value]  # there is always one, so it is no int

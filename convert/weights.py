@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -114,8 +114,8 @@ class AttentionWeights:
         return self._each(lambda tensor: tensor.to(dtype).to(tensor.dtype))
 
     def _each(self, function: Callable[[Tensor], Tensor]) -> AttentionWeights:
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return AttentionWeights(**{name: None if value is None else function(value) for name, value in values.items()})
+        values: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: function(value) for name, value in values.items() if value is not None})
 
     def expanded(self, num_key_value_heads: int) -> AttentionWeights:
         """The same function with more KV heads: each one repeated for its query heads."""

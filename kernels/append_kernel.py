@@ -172,7 +172,7 @@ def kv_append_triton(
     cache_dtype = "int4" if k_cache.dtype == torch.uint8 else cache_dtype_name(k_cache.dtype)
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     per_channel = k_scale is not None and k_scale.dim() == 2
-    scale_strides = []
+    scale_strides: list[int] = []
     for scale in (k_scale, v_scale):
         scale_strides += (0, 0, 0) if scale is None or scale.dim() == 2 else scale.stride()
     _append[(batch_size * num_tokens, num_heads)](
@@ -180,7 +180,7 @@ def kv_append_triton(
         value,
         k_cache,
         v_cache,
-        k_scale.contiguous() if per_channel else k_scale,
+        k_scale.contiguous() if k_scale is not None and per_channel else k_scale,
         v_scale,
         positions,
         block_table,

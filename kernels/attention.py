@@ -185,7 +185,7 @@ def headfold_mask(*, q_length: int, config: Any = None, **kwargs: Any) -> torch.
     from transformers.masking_utils import causal_mask_function, sdpa_mask
     from transformers.utils.import_utils import is_tracing
 
-    if config is not None and _computes_own_attention(type(config)):
+    if config is not None and _computes_own_attention(type(config)):  # type: ignore[arg-type]
         raise KernelError(
             f"{config.model_type} computes attention with code of its own, which attn_implementation="
             f'"{ATTN_IMPLEMENTATION}" does not reach: load it with "eager"'
@@ -282,7 +282,7 @@ def headfold_attention(
         if attention_mask is None:
             starts, ends = [0] * query.shape[0], [key.shape[2]] * query.shape[0]
         else:
-            starts, ends = zip(*attention_mask.flatten(1).tolist(), strict=True)
+            starts, ends = attention_mask.flatten(1).T.tolist()
         return _attend_sdpa(query[:, :, 0], key, value, starts, ends, sliding_window, scaling)[:, None], None
     if is_step and query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM:
         k_cache, v_cache = key.transpose(1, 2), value.transpose(1, 2)
@@ -290,9 +290,11 @@ def headfold_attention(
             first, end = None, torch.full(query.shape[:1], key.shape[2], dtype=torch.int32, device=query.device)
         else:
             first, end = attention_mask[:, 0, 0, 0], attention_mask[:, 0, 0, 1]
-        return gqa_decode(query[:, :, 0], k_cache, v_cache, end, seq_starts=first, **options)[:, None], None
+        out = gqa_decode(query[:, :, 0], k_cache, v_cache, end, seq_starts=first, **options)
+        assert isinstance(out, torch.Tensor)  # no log-sum-exp was asked for
+        return out[:, None], None
 
-    if _is_spans(attention_mask):
+    if attention_mask is not None and _is_spans(attention_mask):
         attention_mask = spans_to_mask(attention_mask, key.shape[2])
     if attention_mask is None and sliding_window is not None and sliding_window < key.shape[2]:
         raise KernelError(f"a sliding window of {sliding_window} over {key.shape[2]} keys needs a mask, found None")

@@ -295,6 +295,8 @@ class KVCache(Cache):
         """K and V of tokens start..end of every sequence, (B, N, G, D) of `dtype`."""
         positions = torch.arange(start, end, device=self.device)
         table = self.table_of(layer)
+        rows: Any
+        slots: Any
         if table is None:
             rows, slots = slice(None), slice(start, end)
         else:
@@ -382,7 +384,7 @@ class PagedKVCache(KVCache):
         return self.block_table
 
     @property
-    def num_tokens(self) -> int:  # type: ignore[override]
+    def num_tokens(self) -> int:
         """Tokens of every sequence. Raises KernelError if they differ: then positions and spans must be given."""
         if len(set(self._lengths)) > 1:
             raise KernelError(f"the sequences have different lengths: {self._lengths}")

@@ -140,9 +140,9 @@ def _widen(x, DOT_DTYPE: tl.constexpr, USE_PTX: tl.constexpr, IS_PURE: tl.conste
         if x.dtype == tl.int8:
             asm: tl.constexpr = _INT8_TO_FP16
         elif x.dtype == tl.float8e5:
-            asm: tl.constexpr = _E5M2_TO_FP16
+            asm: tl.constexpr = _E5M2_TO_FP16  # type: ignore[no-redef]
         else:
-            asm: tl.constexpr = _E4M3_TO_FP16
+            asm: tl.constexpr = _E4M3_TO_FP16  # type: ignore[no-redef]
         return tl.inline_asm_elementwise(asm, "=r,=r,r", [x], dtype=tl.float16, is_pure=IS_PURE, pack=4)
     else:
         return x.to(DOT_DTYPE)
@@ -618,14 +618,14 @@ def gqa_decode_triton(
         splits_used = torch.empty(shape.batch_size, dtype=torch.int32, device=q.device)
 
     unit = _stride_unit(k_cache, v_cache)
-    scale_strides = []
+    scale_strides: list[int] = []
     for scale in (k_scale, v_scale):
         scale_strides += (0, 0, 0) if scale is None or scale.dim() == 2 else scale.stride()
     _attend[(shape.batch_size, programs, grid_splits)](
         q,
         k_cache,
         v_cache,
-        k_scale.contiguous() if shape.key_scales == "channel" else k_scale,
+        k_scale.contiguous() if k_scale is not None and shape.key_scales == "channel" else k_scale,
         v_scale,
         seq_lens.contiguous(),
         None if seq_starts is None else seq_starts.contiguous(),

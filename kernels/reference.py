@@ -5,6 +5,8 @@ Shape letters: B sequences, S slots, N keys attended, H query heads, G KV heads,
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .arguments import check_decode_arguments, refuse
@@ -103,6 +105,8 @@ def decode_in_dtype(
         if start >= end:
             continue
 
+        rows: Any
+        slots: Any
         if block_table is None:
             rows, slots = b, slice(start, end)
         else:

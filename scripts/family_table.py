@@ -81,7 +81,7 @@ def _try(model_type: str) -> str:
             return "no field for the number of KV heads"
         model_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
         with torch.device("meta"):
-            model = (model_class[0] if isinstance(model_class, tuple) else model_class)._from_config(config)  # type: ignore[union-attr]
+            model = (model_class[0] if isinstance(model_class, tuple) else model_class)._from_config(config)
     except Exception as error:  # a default config that its own class does not build
         return f"not tried: its default config builds no model ({type(error).__name__})"
     tensors = {
