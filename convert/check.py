@@ -8,8 +8,9 @@ from typing import Literal
 
 from headfold.convert.checkpoint import Checkpoint, scan
 from headfold.convert.errors import CheckpointError, RefusedError
-from headfold.convert.families import describe, remap
 from headfold.convert.families.declared import FAMILIES
+from headfold.convert.families.describe import describe
+from headfold.convert.families.remap import remap
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ def check_checkpoint(path: str | Path) -> list[Finding]:
         return findings
     findings += [Finding("warning", warning) for warning in checkpoint.warnings]
     try:
-        checkpoint = remap.remap(checkpoint)
+        checkpoint = remap(checkpoint)
         describe(checkpoint)
     except CheckpointError as error:
         findings.append(Finding("error", str(error)))
