@@ -23,7 +23,6 @@ from headfold.uptrain.settings import UptrainSettings
 from headfold.uptrain.state import StateDirectory
 from headfold.uptrain.train import uptrain
 
-from . import worker
 from .conftest import (
     job,
     make_checkpoint,
@@ -255,7 +254,3 @@ def test_four_processes_sharded_have_the_losses_of_one(tmp_path: Path, student: 
     run_worker([job(values, student, tmp_path / "four")], tmp_path, 4)
     uptrain(values, student, tmp_path / "one")
     assert step_losses(tmp_path / "four.state") == pytest.approx(step_losses(tmp_path / "one.state"), rel=1e-5)
-
-
-def test_the_worker_is_only_run_as_a_script():
-    assert worker.__name__ != "__main__"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from accelerate import tracking
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import LoggerType
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -508,3 +513,56 @@ def test_progress_goes_to_stderr_and_nothing_to_stdout(
     captured = capfd.readouterr()
     assert captured.out == ""
     assert "step 10/10" in captured.err and "eval loss" in captured.err and "tokens/s" in captured.err
+
+
+def test_trackers_get_the_numbers_of_every_step(
+    tmp_path: Path, student: Path, make_settings: Make, monkeypatch: pytest.MonkeyPatch
+):
+    """A stand-in for tensorboard, which is not a dependency; accelerate itself finds, starts, feeds and ends it."""
+    calls: list[tuple[str, Any]] = []
+
+    class Fake(GeneralTracker):
+        name = "tensorboard"
+        requires_logging_directory = False
+
+        def __init__(self, run_name: str, *_: Any, **__: Any) -> None:
+            super().__init__(_blank=True)
+            calls.append(("start", run_name))
+
+        @property
+        def tracker(self) -> None:
+            return None
+
+        def store_init_configuration(self, values: dict[str, Any]) -> None:
+            calls.append(("settings", values))
+
+        def log(self, values: dict[str, Any], step: int | None, **_: Any) -> None:
+            calls.append((f"step {step}", values))
+
+        def finish(self) -> None:
+            calls.append(("end", None))
+
+    monkeypatch.setattr(tracking, "_available_trackers", [LoggerType.TENSORBOARD])
+    monkeypatch.setitem(tracking.LOGGER_TYPE_TO_CLASS, "tensorboard", Fake)
+    uptrain(make_settings(trackers=["tensorboard"]), student, tmp_path / "out")
+    named = dict(calls)
+    assert all(isinstance(value, (int, float, str)) for value in named["settings"].values())
+    assert named["step 10"]["loss"] == step_losses(tmp_path / "out.state")[-1]
+    assert [name for name, _ in calls if name.startswith("step")] == [f"step {step}" for step in range(1, 11)]
+    assert calls[0] == ("start", "headfold") and calls[-1] == ("end", None)
+
+
+def test_on_a_terminal_one_line_is_redrawn(
+    tmp_path: Path, student: Path, eval_corpus: Path, make_settings: Make, monkeypatch: pytest.MonkeyPatch
+):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("COLUMNS", "200")
+    uptrain(make_settings(eval_data=[str(eval_corpus)], eval_interval=1), student, tmp_path / "out")
+    shown = terminal.getvalue()
+    for part in ("10/10", "1,280 tokens", "loss ", "lr ", "tokens/s", "eval loss"):
+        assert part in shown
