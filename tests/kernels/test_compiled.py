@@ -1,4 +1,4 @@
-"""What the decode kernel's machine code says, for GPUs that are not here. The full table: docs/results."""
+"""What the decode kernel's machine code says, for GPUs that are not here."""
 
 from __future__ import annotations
 
