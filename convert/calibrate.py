@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 
 Folded = tuple[AttentionLayer, dict[str, Tensor], dict[str, Any]]
 
-_NUM_SWEEPS = 3
-_NUM_ITERATIONS = 20
+_NUM_SWEEPS = 2
+_NUM_ITERATIONS = 8
 _LOGIT_STRENGTH = 1e-2
 _OUTPUT_STRENGTH = 1e-2
 _TINY = torch.finfo(torch.float64).tiny

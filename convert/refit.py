@@ -203,9 +203,12 @@ class _LogitProblem:
         return (grouped @ keys[:, None].mT).flatten(0, 1)
 
     def _residual(self, window: int, products: Tensor, *, with_target: bool) -> Tensor:
+        """The residuals r of the products (H, S, T), in their place."""
         weight = self._weights[window]
-        difference = products - self._targets[window] if with_target else products
-        return weight * (difference - (weight * difference).sum(-1, keepdim=True))
+        if with_target:
+            products -= self._targets[window]
+        products -= torch.einsum("hst,hst->hs", weight, products)[:, :, None]
+        return products.mul_(weight)
 
     def _key_spread(self, window: int, keys: Tensor) -> Tensor:
         """The variance of the keys under the weights of each query, summed over queries: (H, D)."""
