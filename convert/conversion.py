@@ -148,28 +148,30 @@ def convert_checkpoint(
     refuse_output(checkpoint.path, Path(output).absolute(), force=force)
     shapes = changed_shapes(checkpoint, layers, num_key_value_heads)
 
-    windows = None
+    written = shapes.keys() - _dropped(shapes)
+    windows = folded = None
     if settings.calibration is not None and shapes:
+        from headfold.convert.calibrate import fold_layers, refuse_calibration
+
+        assert settings.method is not None
+        refuse_calibration(layers)
         windows = _calibration_windows(checkpoint, settings)
+        folded = fold_layers(
+            checkpoint,
+            layers,
+            windows,
+            num_key_value_heads=num_key_value_heads,
+            method=settings.method,
+            grouping=settings.grouping,
+            seed=settings.seed,
+            trust_remote_code=settings.trust_remote_code,
+        )
         written = {name for layer in layers for name in _attention_tensors(checkpoint, layer)} - _dropped(shapes)
-    else:
-        written = shapes.keys() - _dropped(shapes)
     statistics: list[dict[str, Any]] = []
     with CheckpointWriter(checkpoint, output, shapes=shapes, force=force, progress=progress) as writer:
         writer.copy_unwritten(expected=written)
-        if windows is not None:
-            from headfold.convert.calibrate import fold_layers
-
-            for layer, tensors, layer_statistics in fold_layers(
-                checkpoint,
-                layers,
-                windows,
-                num_key_value_heads=num_key_value_heads,
-                method=settings.method,
-                grouping=settings.grouping,
-                seed=settings.seed,
-                trust_remote_code=settings.trust_remote_code,
-            ):
+        if folded is not None:
+            for layer, tensors, layer_statistics in folded:
                 for name, tensor in tensors.items():
                     writer.write(name, tensor)
                 statistics.append({"layer": layer.index, **layer_statistics})
