@@ -1,6 +1,6 @@
 """Decode speed and cache memory, with the models taking turns.
 
-A forward pass over a prompt computes; it gains nothing from fewer KV heads. A decoding step reads: every weight once,
+A forward pass over a prompt computes; it gains nothing from a smaller cache. A decoding step reads: every weight once,
 and the whole cache. That is where grouped-query attention pays, and why prefill and decode are timed apart.
 
 What is timed: prefill until the first token is chosen; then single steps, each until its token is chosen, with the

@@ -320,9 +320,10 @@ def _decode(report: Report) -> Section | None:
     first, best = min(report.decode, key=lambda p: p.batch * p.context), headline_point(report.decode)
     prefill = sorted({f"{point.first_token_speedup.median:.2f}" for point in report.decode}, key=float)
     lead = [
-        "A single forward pass gains nothing from fewer KV heads beyond their smaller projections: it computes, and "
-        f"so do scoring text and the time to first token ({' to '.join(prefill[:: max(len(prefill) - 1, 1)])} times as "
-        "fast here). The gain is in decoding, where every step reads the whole cache, so that it grows with batch and "
+        "A single forward pass gains nothing from the smaller cache, only from smaller K and V projections: it "
+        "computes. Scoring text and the time to first token are such passes "
+        f"({' to '.join(prefill[:: max(len(prefill) - 1, 1)])} times as fast here). The gain is in decoding, where "
+        "every step reads the whole cache, so that it grows with batch and "
         f"context. Here decoding was {first.speedup.median:.2f} times as fast at {_point(first)}, and "
         f"{best.speedup.median:.2f} times at {_point(best)}."
     ]

@@ -321,7 +321,7 @@ def test_names_from_outside_are_escaped() -> None:
 
 def test_c10_the_report_says_where_the_gain_is() -> None:
     text = Page(render_html(make_report())).text
-    assert "A single forward pass gains nothing from fewer KV heads" in text
+    assert "A single forward pass gains nothing from the smaller cache" in text
     assert "(1.02 times as fast here)" in text
     assert "1.01 times as fast at batch 1, context 128, and 2.43 times at batch 32, context 448" in text
 
