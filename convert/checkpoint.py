@@ -402,9 +402,6 @@ def resolve_model(name_or_directory: str | Path, revision: str | None = None, *,
 # ---------------------------------------------------------------------------------------------------------- writing
 
 
-"""The tensors of each output file, in order."""
-
-
 class CheckpointWriter:
     """Writes a checkpoint of the source's names, order, shards and dtypes, with new shapes where they are given.
 
