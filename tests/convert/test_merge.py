@@ -42,6 +42,14 @@ def test_the_mean_of_16_bit_heads_is_rounded_once():
     assert torch.equal(merge.mean(heads, 2), heads.double().unflatten(0, (2, 4)).mean(1).to(torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_the_mean_of_16_bit_heads_has_the_bits_of_torch_mean_in_float32(dtype):
+    for group_size in (2, 3, 4, 5, 7, 8, 12, 16, 32, 64):
+        heads = torch.randn(2 * group_size, 9, 40, generator=generator(group_size)).to(dtype)
+        wanted = heads.float().unflatten(0, (2, group_size)).mean(dim=1).to(dtype)
+        assert torch.equal(merge.mean(heads, 2), wanted), group_size
+
+
 def test_random_heads_are_reproducible_and_have_the_asked_spread():
     heads = torch.zeros(8, 64, 64)
     fresh = merge.random(heads, 2, std=0.02, generator=generator(3))
