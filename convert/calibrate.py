@@ -16,7 +16,7 @@ Shapes in one letter code: W windows, T tokens, H query heads, G KV heads, N new
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -106,24 +106,27 @@ def energy_kept(
     grouping: Grouping = "adjacent",
     device: torch.device | str | None = None,
     trust_remote_code: bool = False,
+    progress: Callable[[int, int], None] | None = None,
 ) -> dict[int, list[tuple[float, float]]]:
     """What fold would keep of each layer's key and value energy at each number of KV heads, before any refit.
 
     From the statistics that fold gathers, on the original stream; nothing is written. Every count must divide the KV
-    heads of every layer. Raises RefusedError as fold_layers does.
+    heads of every layer. `progress(done, total)` counts layers. Raises RefusedError as fold_layers does.
     """
     refuse_calibration(layers)
     model = StreamedModel(checkpoint, layers, device=_device(device), trust_remote_code=trust_remote_code)
     streams = Streams(model, windows)
     kept: dict[int, list[tuple[float, float]]] = {count: [] for count in counts}
     with streams.embedded(1) as (original,):
-        for layer, _ in _layer_by_layer(model, layers, streams, original):
+        for number, (layer, _) in enumerate(_layer_by_layer(model, layers, streams, original)):
             weights = AttentionWeights.read(checkpoint, layer).to(model.device)
             statistics = _statistics(layer, weights, streams, original)
             for count in counts:
                 groups = statistics.groups(count, grouping, "fold")
                 kept[count].append(statistics.kept(groups, *statistics.share(groups, "fold")))
             streams.advance(layer.index, original)
+            if progress:
+                progress(number + 1, len(layers))
     return kept
 
 

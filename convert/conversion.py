@@ -37,16 +37,13 @@ from headfold.convert.families import with_num_key_value_heads as edited_config
 from headfold.convert.families.remap import remap, remap_config
 from headfold.convert.header import parse_json_object
 from headfold.convert.settings import ConvertSettings, Grouping, Method
-from headfold.convert.texts import read_documents, text_fingerprint
+from headfold.convert.texts import text_fingerprint
 from headfold.kernels import kv_cache_bytes
 
 if TYPE_CHECKING:
     import torch
 
     Merge = Callable[[torch.Tensor, int], torch.Tensor]
-
-_CALIBRATION_TOKENS = 65536
-_CALIBRATION_WINDOW = 512
 
 _CACHE_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
@@ -152,10 +149,16 @@ def convert_checkpoint(
     windows = folded = None
     if settings.calibration is not None and shapes:
         from headfold.convert.calibrate import fold_layers, refuse_calibration
+        from headfold.convert.windows import read_windows
 
         assert settings.method is not None
         refuse_calibration(layers)
-        windows = _calibration_windows(checkpoint, settings)
+        windows = read_windows(
+            checkpoint,
+            settings.calibration,
+            num_tokens=settings.calibration_tokens,
+            trust_remote_code=settings.trust_remote_code,
+        )
         folded = fold_layers(
             checkpoint,
             layers,
@@ -338,24 +341,6 @@ def _merge_norm(
                 writer.write(name.format(head=head), merged[head])
         else:
             writer.write(name, merged.reshape(-1) if norm.kind == "flat" else merged)
-
-
-def _calibration_windows(checkpoint: Checkpoint, settings: ConvertSettings) -> torch.Tensor:
-    """Token ids (windows, tokens) of the calibration text, by the checkpoint's own tokenizer."""
-    from transformers import AutoTokenizer
-
-    from headfold.convert.windows import calibration_windows
-
-    assert settings.calibration is not None
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=settings.trust_remote_code)
-    except Exception as error:  # whatever a missing or damaged tokenizer makes transformers raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RefusedError(f"{checkpoint.path}: no tokenizer for the calibration text ({reason[:200]})") from error
-    context = attention_config(checkpoint.config).text.get("max_position_embeddings")
-    length = min(_CALIBRATION_WINDOW, context) if isinstance(context, int) else _CALIBRATION_WINDOW
-    num_tokens = settings.calibration_tokens or _CALIBRATION_TOKENS
-    return calibration_windows(read_documents(settings.calibration), tokenizer, num_tokens=num_tokens, length=length)
 
 
 def _record(

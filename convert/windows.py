@@ -9,18 +9,45 @@ import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from headfold.convert.errors import RefusedError
+from headfold.convert.families import attention_config
+from headfold.convert.texts import read_documents
+
+if TYPE_CHECKING:
+    from headfold.convert.checkpoint import Checkpoint
+
+_NUM_TOKENS = 65536
+_LENGTH = 512
 
 _CHARACTERS_PER_TOKEN = 8
 """More than text of any common language has, so that a window's characters hold its tokens."""
 
 _READ_AHEAD = 16
 """How many times the text of the windows is read at most, to spread them over it."""
+
+
+def read_windows(
+    checkpoint: Checkpoint, source: str, *, num_tokens: int | None = None, trust_remote_code: bool = False
+) -> Tensor:
+    """Windows (W, T) of a text or data set, by the checkpoint's own tokenizer: T = 512, or the model's context if less.
+
+    num_tokens: 65,536 by default. Raises RefusedError if there is no tokenizer, or less than one window of text.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
+    except Exception as error:  # whatever a missing or damaged tokenizer makes transformers raise
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise RefusedError(f"{checkpoint.path}: no tokenizer for the calibration text ({reason[:200]})") from error
+    context = attention_config(checkpoint.config).text.get("max_position_embeddings")
+    length = min(_LENGTH, context) if isinstance(context, int) else _LENGTH
+    return calibration_windows(read_documents(source), tokenizer, num_tokens=num_tokens or _NUM_TOKENS, length=length)
 
 
 def calibration_windows(documents: Iterable[str], tokenizer: Any, *, num_tokens: int, length: int) -> Tensor:
@@ -73,7 +100,7 @@ class _Text:
             piece = document[max(0, start - first) : stop - first]
             if first < start and not document[start - first - 1].isspace():
                 piece = piece[len(piece.split(maxsplit=1)[0]) :] if piece.strip() and not piece[0].isspace() else piece
-            ids += self._tokenizer(piece, add_special_tokens=False).input_ids
+            ids += self._tokenizer(piece, add_special_tokens=False, verbose=False).input_ids
             if self._ends[number] <= stop and eos is not None:
                 ids.append(eos)
         return ids

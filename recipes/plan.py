@@ -1,8 +1,8 @@
-"""The advisor: what each possible number of KV heads costs and saves, from a config alone."""
+"""The advisor: what each possible number of KV heads costs and saves, from a config alone; with text, what it keeps."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from headfold.convert.checkpoint import Checkpoint, load_config, resolve_model
 from headfold.convert.conversion import changed_shapes, tensor_parallel_sizes
 from headfold.convert.errors import HeadfoldError, RefusedError
-from headfold.convert.families import AttentionConfig, attention_config, describe
+from headfold.convert.families import AttentionConfig, AttentionLayer, attention_config, describe
 from headfold.convert.families.remap import remap, remap_config
 from headfold.convert.header import TensorEntry, TensorSpec, dtype_name
 from headfold.kernels import kv_cache_bytes
@@ -20,6 +20,7 @@ from headfold.recipes.gpus import GPU_MEMORY_GB, find_gpu
 
 CONTEXTS = (2048, 8192, 32768, 131072)
 BATCHES = (1, 8, 64)
+CALIBRATION_TOKENS = 16384
 HEADROOM = 0.1
 """Share of a GPU's memory that is left to activations, the runtime's own memory and fragmentation."""
 
@@ -39,6 +40,14 @@ class Sequences(BaseModel):
     num_sequences: int
 
 
+class Kept(BaseModel):
+    """What the shared heads of a layer keep, before any refit (docs/fold.md, equations 2 and 3)."""
+
+    layer: int
+    keys: float = Field(description="Share of the keys' energy, as the queries see it.")
+    values: float = Field(description="Share of the values' energy, as the output projection sees it.")
+
+
 class Option(BaseModel):
     """One number of KV heads per layer."""
 
@@ -49,6 +58,7 @@ class Option(BaseModel):
     tensor_parallel_sizes: list[int] = Field(description="Numbers of ranks among which the KV heads split evenly.")
     cache: list[CacheSize]
     sequences: list[Sequences] | None = Field(description="None without a GPU.")
+    kept: list[Kept] | None = Field(description="Of each layer; None without calibration text.")
 
 
 class Plan(BaseModel):
@@ -68,6 +78,8 @@ class Plan(BaseModel):
     gpu: str | None
     gpu_memory_bytes: int | None
     headroom: float = Field(description="Share of the GPU's memory left to activations and the runtime.")
+    calibration: str | None = Field(description="The text that was measured on.")
+    calibration_tokens: int | None
     options: list[Option]
 
 
@@ -85,18 +97,17 @@ def plan(
     gpu: str | None = None,
     calibration: str | None = None,
     revision: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
 ) -> Plan:
     """What each number of KV heads costs and saves: `kv_heads`, or all that divide those there are.
 
-    model: a directory or a hub name; only its config.json is needed. `gpu`: a name from GPU_MEMORY_GB. Raises
-    RefusedError for models that cannot be converted, numbers that do not divide the heads, and unknown GPUs.
+    model: a directory or a hub name; only its config.json is needed. `gpu`: a name from GPU_MEMORY_GB. With
+    `calibration`, a text or data set, the model's weights are read as well, and what `fold` would keep at each number
+    of KV heads is measured; nothing is written. `progress(done, total)` counts the layers of that. Raises RefusedError
+    for models that cannot be converted, numbers that do not divide the heads, and unknown GPUs.
     """
     gpu = find_gpu(gpu) if gpu else None
-    if calibration is not None:
-        raise RefusedError(
-            "plan cannot measure on calibration text yet; convert with --method fold reports it per layer"
-        )
-    path = resolve_model(model, revision, only_config=True)
+    path = resolve_model(model, revision, only_config=calibration is None)
     source_config = load_config(path)
     raw_config = remap_config(source_config)
     config = attention_config(raw_config)
@@ -127,8 +138,12 @@ def plan(
             for layer in cached
         )
 
+    counts = sorted(set(kv_heads or config.possible_counts()) | {num_kv_heads}, reverse=True)
+    kept, num_calibration_tokens = None, None
+    if calibration is not None:
+        kept, num_calibration_tokens = _measure_kept(checkpoint, source_config, layers, calibration, counts, progress)
     options = []
-    for count in sorted(set(kv_heads or config.possible_counts()) | {num_kv_heads}, reverse=True):
+    for count in counts:
         new_shapes = changed_shapes(checkpoint, layers, count)
         weight_bytes = checkpoint.total_bytes() - sum(checkpoint.tensors[name].nbytes for name in new_shapes)
         weight_bytes += sum(
@@ -156,6 +171,7 @@ def plan(
                     for batch in BATCHES
                 ],
                 sequences=sequences,
+                kept=kept[count] if kept else None,
             )
         )
     return Plan(
@@ -173,8 +189,41 @@ def plan(
         gpu=gpu,
         gpu_memory_bytes=gpu_bytes,
         headroom=HEADROOM,
+        calibration=calibration,
+        calibration_tokens=num_calibration_tokens,
         options=options,
     )
+
+
+def _measure_kept(
+    checkpoint: Checkpoint,
+    source_config: dict[str, Any],
+    layers: list[AttentionLayer],
+    calibration: str,
+    counts: list[int],
+    progress: Callable[[int, int], None] | None,
+) -> tuple[dict[int, list[Kept]], int]:
+    """What each layer keeps at each count, and the number of tokens that was measured on."""
+    from headfold.convert.calibrate import energy_kept
+    from headfold.convert.windows import read_windows
+
+    if not checkpoint.shards():
+        raise RefusedError(f"{checkpoint.path}: no weights here to measure with calibration text; plan without it")
+    if checkpoint.config != source_config:
+        raise RefusedError(
+            f"{source_config['model_type']}: re-map it first, which is exact (convert --method mean --kv-heads "
+            f"{counts[0]}), then plan for the result with calibration text"
+        )
+    windows = read_windows(checkpoint, calibration, num_tokens=CALIBRATION_TOKENS)
+    shares = energy_kept(checkpoint, layers, windows, counts=counts, progress=progress)
+    kept = {
+        count: [
+            Kept(layer=layer.index, keys=keys, values=values)
+            for layer, (keys, values) in zip(layers, of_layers, strict=True)
+        ]
+        for count, of_layers in shares.items()
+    }
+    return kept, windows.numel()
 
 
 def _contexts(max_context: Any) -> list[int]:
@@ -287,6 +336,8 @@ def render_plan(result: Plan) -> str:
             for option in result.options
         ]
         lines += _table(["KV heads", *(f"{context} tokens" for context in contexts)], rows)
+    if result.calibration:
+        lines += ["", *_render_kept(result)]
     lines += [
         "",
         "8 x 4096: the cache of 8 sequences of 4096 tokens.",
@@ -294,6 +345,27 @@ def render_plan(result: Plan) -> str:
         "With more ranks vLLM keeps copies of KV heads, and transformers' own tensor parallelism fails.",
     ]
     return "\n".join(lines)
+
+
+def _render_kept(result: Plan) -> list[str]:
+    rows = []
+    for option in result.options:
+        kept = option.kept or []
+        worst = min(kept, key=lambda layer: layer.values)
+        keys, values = (sum(shares) / len(kept) for shares in zip(*((at.keys, at.values) for at in kept), strict=True))
+        rows.append(
+            [
+                str(option.num_key_value_heads),
+                f"{keys:.1%}",
+                f"{values:.1%}",
+                f"{worst.values:.1%} (layer {worst.layer})",
+            ]
+        )
+    return [
+        f"What shared heads would keep of the energy of keys and values (fold, neighbours, before its refits), on "
+        f"{result.calibration_tokens:,} tokens of {result.calibration}:",
+        *_table(["KV heads", "keys", "values", "least, of values"], rows),
+    ]
 
 
 def _table(header: list[str], rows: list[list[str]]) -> list[str]:

@@ -69,7 +69,14 @@ def plan(
     from headfold.recipes.plan import plan as make_plan
     from headfold.recipes.plan import render_plan
 
-    result = make_plan(model, kv_heads=kv_heads or None, gpu=gpu, calibration=calibration)
+    with ProgressBar("steps") as progress:
+        result = make_plan(
+            model,
+            kv_heads=kv_heads or None,
+            gpu=gpu,
+            calibration=calibration,
+            progress=partial(progress, "measuring layers"),
+        )
     print(result.model_dump_json(indent=2) if json else render_plan(result))
 
 

@@ -110,7 +110,7 @@ def planted(tiny: Any, name: str, directory: Path, num_kv_heads: int) -> tuple[P
 
 
 def fold(path: Path, output: Path, monkeypatch: pytest.MonkeyPatch, num_kv_heads: int, **kwargs: Any) -> None:
-    monkeypatch.setattr("headfold.convert.conversion._calibration_windows", lambda *_: windows())
+    monkeypatch.setattr("headfold.convert.windows.read_windows", lambda *_, **__: windows())
     convert_checkpoint(path, output, num_key_value_heads=num_kv_heads, calibration=str(path), **kwargs)
 
 

@@ -16,7 +16,7 @@ class Words:
         self.adds_bos = adds_bos
         self.num_characters = 0
 
-    def __call__(self, text: str, add_special_tokens: bool = True):
+    def __call__(self, text: str, add_special_tokens: bool = True, verbose: bool = True):
         self.num_characters += len(text)
         ids = [int(word) if word.isdigit() else 7 for word in text.split()]
         self.input_ids = [1, *ids] if add_special_tokens and self.adds_bos else ids

@@ -8,6 +8,7 @@ import torch
 from headfold.convert.errors import RefusedError
 from headfold.recipes.gpus import GPU_MEMORY_GB, find_gpu
 from headfold.recipes.plan import plan, render_plan
+from headfold.recipes.schema import SHIPPED
 
 LLAMA_2_7B = {
     "model_type": "llama",
@@ -156,3 +157,26 @@ def test_too_small_a_gpu_fits_nothing(tmp_path):
     result = plan(write_config(tmp_path / "llama", LLAMA_2_7B), gpu="T4")
     assert result.options[0].sequences is not None
     assert {entry.num_sequences for entry in result.options[0].sequences} <= {0, 1}
+
+
+def test_e1_calibration_text_shows_what_each_count_would_keep(monkeypatch):
+    monkeypatch.setattr("headfold.recipes.plan.CALIBRATION_TOKENS", 2048)
+    seen = []
+    text = str(SHIPPED / "quickstart_text" / "eval.jsonl")
+    result = plan(SHIPPED / "quickstart", calibration=text, progress=lambda *step: seen.append(step))
+    assert seen == [(1, 4), (2, 4), (3, 4), (4, 4)]
+    assert (result.calibration, result.calibration_tokens) == (text, 2048)
+    assert [option.num_key_value_heads for option in result.options] == [8, 4, 2, 1]
+    for kind in ("keys", "values"):
+        for layer in range(4):
+            shares = [getattr(option.kept[layer], kind) for option in result.options]
+            assert shares[0] == pytest.approx(1) and shares == sorted(shares, reverse=True) and 0 < shares[-1] < 1
+    table = render_plan(result).partition("2,048 tokens")[2].splitlines()
+    worst = min(kept.values for kept in result.options[3].kept)
+    assert table[5].split()[0] == "1" and f"{worst:.1%}" in table[5]
+
+
+def test_calibration_text_needs_the_weights(tmp_path):
+    path = write_config(tmp_path / "llama", LLAMA_2_7B)
+    with pytest.raises(RefusedError, match="no weights here to measure with calibration text"):
+        plan(path, calibration=str(SHIPPED / "quickstart_text" / "eval.jsonl"))
