@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,8 +28,9 @@ from headfold.convert.dataflow import BlockPaths, trace_block
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import AttentionLayer
 from headfold.convert.grouping import Groups
-from headfold.convert.refit import NormalEquations, refit_logits
+from headfold.convert.refit import NormalEquations, refit_logits, solve_with_held_out
 from headfold.convert.sampling import LogitSampler
+from headfold.convert.sensitivity import output_metric
 from headfold.convert.settings import Grouping, Method
 from headfold.convert.statistics import LayerStatistics
 from headfold.convert.streams import NUM_SINKS, Streams, name_in_block, removing
@@ -43,7 +45,12 @@ Folded = tuple[AttentionLayer, dict[str, Tensor], dict[str, Any]]
 _NUM_SWEEPS = 2
 _NUM_ITERATIONS = 8
 _LOGIT_STRENGTH = 1e-2
-_OUTPUT_STRENGTH = 1e-2
+_METRIC_TOKENS = 4096
+"""Tokens on which it is measured what an error of the output projection costs."""
+
+_HELD_OUT = 8
+"""One window of so many tells how strongly the refit of the output projection is drawn to the folded one."""
+
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -120,7 +127,7 @@ def energy_kept(
     with streams.embedded(1) as (original,):
         for number, (layer, _) in enumerate(_layer_by_layer(model, layers, streams, original)):
             weights = AttentionWeights.read(checkpoint, layer).to(model.device)
-            statistics = _statistics(layer, weights, streams, original)
+            statistics = _statistics(layer, weights, streams, original, seed=0)
             for count in counts:
                 groups = statistics.groups(count, grouping, "fold")
                 kept[count].append(statistics.kept(groups, *statistics.share(groups, "fold")))
@@ -156,7 +163,7 @@ def _align(checkpoint: Checkpoint, layers: list[AttentionLayer], streams: Stream
         for layer, _ in _layer_by_layer(streams.model, layers, streams, original):
             if layer.num_key_value_heads != plan.num_key_value_heads:
                 weights = AttentionWeights.read(checkpoint, layer).to(streams.model.device)
-                weights, _, record = plan.share(_statistics(layer, weights, streams, original), weights)
+                weights, _, record = plan.share(_statistics(layer, weights, streams, original, seed=plan.seed), weights)
                 yield layer, _on_cpu(weights.tensors(layer)), record
             streams.advance(layer.index, original)
 
@@ -198,7 +205,7 @@ def _fold_layer(
     """The new weights of a layer and its statistics; moves the streams on. `target` is scratch space."""
     weights = AttentionWeights.read(checkpoint, layer).to(streams.model.device)
     sampler = LogitSampler(layer, weights, streams.windows, NUM_SINKS, plan.seed)
-    statistics = _statistics(layer, weights, streams, converted, sampler)
+    statistics = _statistics(layer, weights, streams, converted, sampler, seed=plan.seed)
     paths, energy = _move_original(layer, block, streams, original, target)
     weights, groups, record = plan.share(statistics, weights)
 
@@ -213,9 +220,10 @@ def _fold_layer(
 
     _assign(layer, block, weights)
     bias = None if layer.o.bias is None else checkpoint.read(layer.o.bias).to(streams.model.device).float()
-    equations = _output_equations(layer, block, streams, paths, bias, converted, target)
+    fitted, held_out = _output_equations(layer, block, streams, paths, bias, converted, target)
     folded = weights.o.flatten(1)
-    repaired = equations.solve(folded, _OUTPUT_STRENGTH)
+    repaired, record["output_shrinkage"] = solve_with_held_out(fitted, held_out, folded)
+    equations = fitted.plus(held_out)
     for name, output in (("output_error_shared", folded), ("output_error_repaired", repaired)):
         record[name] = math.sqrt(equations.error(output) / energy)
 
@@ -231,8 +239,20 @@ def _statistics(
     streams: Streams,
     stream: Tensor,
     sampler: LogitSampler | None = None,
+    *,
+    seed: int,
 ) -> LayerStatistics:
-    statistics = LayerStatistics.empty(layer, weights.o)
+    """On a stream; the layer's block is loaded."""
+    some_windows = slice(0, None, math.ceil(streams.windows.numel() / _METRIC_TOKENS))
+    metric = output_metric(
+        streams.model.blocks[layer.index],
+        partial(streams.model.run, layer.index),
+        streams.load(stream, some_windows),
+        name_in_block(layer.o.weight),
+        first_token=NUM_SINKS,
+        seed=seed,
+    )
+    statistics = LayerStatistics.empty(layer, weights.o, metric)
 
     def listen(call: Any, inputs: Tensor, batch: slice) -> None:
         statistics.add(call, NUM_SINKS)
@@ -280,14 +300,14 @@ def _output_equations(
     bias: Tensor | None,
     converted: Tensor,
     target: Tensor,
-) -> NormalEquations:
+) -> tuple[NormalEquations, NormalEquations]:
     """For the output projection with which the converted stream comes out nearest to the original one.
 
     Where a norm stands between the projection and the stream that is no linear problem: there, for the one whose own
-    output is nearest to the original one's.
+    output is nearest to the original one's. Two sets: of most windows, and of every eighth, which is held out.
     """
     size = layer.num_attention_heads * layer.head_dim
-    equations = NormalEquations(size, layer.hidden_size, streams.model.device)
+    fitted, held_out = (NormalEquations(size, layer.hidden_size, streams.model.device) for _ in range(2))
     features: list[Tensor] = []
 
     def leave(module: nn.Module, args: tuple[Tensor, ...]) -> None:
@@ -304,8 +324,10 @@ def _output_equations(
             if bias is not None:
                 wanted = wanted - bias
             rows = features[0].view(*hidden.shape[:2], -1)
-            equations.add(rows[:, NUM_SINKS:], wanted[:, NUM_SINKS:])
-    return equations
+            is_held_out = torch.arange(batch.start, batch.start + len(hidden)) % _HELD_OUT == _HELD_OUT // 2
+            for equations, chosen in ((fitted, ~is_held_out), (held_out, is_held_out)):
+                equations.add(rows[chosen, NUM_SINKS:], wanted[chosen, NUM_SINKS:])
+    return fitted, held_out
 
 
 def _assign(layer: AttentionLayer, block: nn.Module, weights: AttentionWeights) -> None:

@@ -19,7 +19,7 @@ from headfold.convert.refit import LogitSample, rotate
 from headfold.convert.walk import AttentionCall
 from headfold.convert.weights import AttentionWeights
 
-_NUM_QUERIES = 8192
+_NUM_QUERIES = 4096
 """Queries that are sampled from all windows together."""
 
 _MAX_WINDOWS = 128

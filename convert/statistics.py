@@ -21,7 +21,8 @@ from headfold.convert.walk import AttentionCall
 class LayerStatistics:
     """E[k k^T] (G*D, G*D), E[v v^T] (G*D, G*D), and per KV head the sum of E[q q^T] over its query heads (G, D, D).
 
-    float64. `output_metric` (G, D, D) is the sum of Wo^T Wo over the query heads of each KV head.
+    float64. `output_metric` (G, D, D) is the sum of Wo^T M Wo over the query heads of each KV head, where M is what an
+    error of the output projection costs (sensitivity.py).
     """
 
     keys: Tensor
@@ -32,15 +33,15 @@ class LayerStatistics:
     num_tokens: int = 0
 
     @classmethod
-    def empty(cls, layer: AttentionLayer, output: Tensor) -> LayerStatistics:
-        """Nothing seen yet. output (E, H, D): the output projection."""
+    def empty(cls, layer: AttentionLayer, output: Tensor, metric: Tensor) -> LayerStatistics:
+        """Nothing seen yet. output (E, H, D): the output projection; metric (E, E): what an error of it costs."""
         num_heads, head_dim = layer.num_key_value_heads, layer.head_dim
         size = num_heads * head_dim
         zeros = output.new_zeros(size, size, dtype=torch.float64)
         heads = output.double().movedim(1, 0)
-        metric = (heads.mT @ heads).unflatten(0, (num_heads, -1)).sum(1)
+        output_metric = (heads.mT @ metric @ heads).unflatten(0, (num_heads, -1)).sum(1)
         queries = zeros.new_zeros(num_heads, head_dim, head_dim)
-        return cls(zeros, zeros.clone(), queries, metric, layer.rotary)
+        return cls(zeros, zeros.clone(), queries, output_metric, layer.rotary)
 
     def add(self, call: AttentionCall, first_token: int) -> None:
         """Count the tokens of a batch from position `first_token` on."""
