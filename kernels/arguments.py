@@ -79,6 +79,12 @@ def check_tensor(
         refuse(name, f"on {device} like q", x.device)
 
 
+def check_last_axis(name: str, x: torch.Tensor | None) -> None:
+    """Refuses a tensor whose last axis the kernels could not walk along one by one."""
+    if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
+        refuse(name, "contiguous along its last axis", f"stride {x.stride(-1)}")
+
+
 def check_cache_dtype(cache_dtype: str, device: torch.device) -> None:
     """Refuses a cache dtype that the device cannot convert from."""
     if cache_dtype == "float8_e4m3fn" and device.type == "cuda" and torch.version.hip is None:
@@ -125,8 +131,7 @@ def check_decode_arguments(
     check_tensor("v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), q.device)
     check_cache_dtype(shape.cache_dtype, q.device)
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
-        if x is not None and x.stride(-1) != 1 and x.shape[-1] > 1:
-            refuse(name, "contiguous along its last axis", f"stride {x.stride(-1)}")
+        check_last_axis(name, x)
     if shape.num_key_value_heads < 1 or shape.num_heads % shape.num_key_value_heads or shape.num_heads < 1:
         refuse("k_cache", f"of a number of KV heads that divides q's {shape.num_heads}", shape.num_key_value_heads)
     if k_cache.shape[1] < 1 and block_table is not None:
@@ -150,10 +155,10 @@ def check_decode_arguments(
 
     if window is not None and not (isinstance(window, int) and window >= 1):
         refuse("window", "an integer of at least 1", window)
-    if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
-        refuse("softcap", "positive and finite", softcap)
-    if softmax_scale is not None and not math.isfinite(softmax_scale):
-        refuse("softmax_scale", "finite", softmax_scale)
+    if softcap is not None and not (isinstance(softcap, float | int) and math.isfinite(softcap) and softcap > 0):
+        refuse("softcap", "a positive and finite number", softcap)
+    if softmax_scale is not None and not (isinstance(softmax_scale, float | int) and math.isfinite(softmax_scale)):
+        refuse("softmax_scale", "a finite number", softmax_scale)
     if num_splits is not None and not (isinstance(num_splits, int) and 1 <= num_splits <= MAX_NUM_SPLITS):
         refuse("num_splits", f"an integer from 1 to {MAX_NUM_SPLITS}", num_splits)
     return decode_shape(q, k_cache, block_table, k_scale)

@@ -134,9 +134,9 @@ def _attend_sdpa(
         starts = [max(start, end - window) for start, end in zip(starts, ends, strict=True)]
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, end: int) -> torch.Tensor:
+        start = max(start, 0)
         if start >= end:
             return torch.zeros_like(q)
-        start = max(start, 0)
         if end - start < k.shape[2]:  # slicing takes as long as a short sequence's attention
             k, v = k[:, :, start:end], v[:, :, start:end]
         return scaled_dot_product_attention(q, k, v, scale=softmax_scale)
@@ -238,6 +238,56 @@ def spans_to_mask(spans: torch.Tensor, num_keys: int) -> torch.Tensor:
     return (n >= spans[..., :1]) & (n < spans[..., 1:])
 
 
+def _common_span(spans: torch.Tensor, window: int | None) -> tuple[int, int, torch.Tensor | None]:
+    """The keys that any row attends to, first and end; and where rows differ the mask of these (B, 1, 1, end - first).
+
+    Worked out once for all layers, which are handed the same tensor, and kept with it: it takes longer than a short
+    sequence's attention.
+    """
+    known = spans.__dict__.setdefault("common_spans", {})
+    if window not in known:
+        starts, ends = spans[:, 0, 0].t().tolist()
+        if window is not None:
+            starts = [max(start, end - window) for start, end in zip(starts, ends, strict=True)]
+        first, end = max(min(starts, default=0), 0), max(ends, default=0)
+        mask = None
+        if starts.count(first) != len(starts) or ends.count(end) != len(ends):
+            rows = torch.tensor([starts, ends], dtype=torch.int32, device=spans.device).t()[:, None, None, :]
+            mask = spans_to_mask(rows - first, end - first)
+        known[window] = first, end, mask
+    return known[window]
+
+
+def _step_sdpa(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    spans: torch.Tensor | None,
+    window: int | None,
+    softmax_scale: float | None,
+) -> torch.Tensor:
+    """query (B, H, 1, D), key and value (B, G, N, D): the group's heads are SDPA's query rows. Returns (B, 1, H, D).
+
+    What `gqa_decode` would do, without its checks and with padding masked, not cut out: each would take longer than a
+    short sequence's attention.
+    """
+    batch_size, num_heads, _, head_dim = query.shape
+    num_kv_heads, num_keys = key.shape[1:3]
+    mask = None
+    if spans is not None or (window is not None and window < num_keys):
+        if spans is None:
+            assert window is not None
+            first, end = num_keys - window, num_keys
+        else:
+            first, end, mask = _common_span(spans, window)
+        if end - first < num_keys:
+            key, value = key[:, :, first:end], value[:, :, first:end]
+    if num_kv_heads != num_heads:
+        query = query.reshape(batch_size, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax_scale)
+    return out.reshape(batch_size, 1, num_heads, value.shape[-1])
+
+
 def headfold_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -278,12 +328,7 @@ def headfold_attention(
         return key.attend(query[:, :, 0], attention_mask, **options)[:, None], None
 
     if is_step and not runs_triton(query.device.type) and softcap is None and s_aux is None:
-        # What `gqa_decode` would do, without its checks: they would take longer than a short sequence's attention.
-        if attention_mask is None:
-            starts, ends = [0] * query.shape[0], [key.shape[2]] * query.shape[0]
-        else:
-            starts, ends = attention_mask.flatten(1).T.tolist()
-        return _attend_sdpa(query[:, :, 0], key, value, starts, ends, sliding_window, scaling)[:, None], None
+        return _step_sdpa(query, key, value, attention_mask, sliding_window, scaling), None
     if is_step and query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM:
         k_cache, v_cache = key.transpose(1, 2), value.transpose(1, 2)
         if attention_mask is None:

@@ -220,6 +220,27 @@ def test_the_mask_of_one_token_is_a_span_per_row():
     assert headfold_mask(kv_length=6, **common).dtype == torch.bool
 
 
+@pytest.mark.parametrize("window", [None, 3, 20])
+@pytest.mark.parametrize("ends", [(9, 9, 9), (9, 5, 2), (7, 7, 7)])
+@pytest.mark.parametrize("starts", [(0, 0, 0), (0, 2, 1), (4, 4, 1)])
+def test_d17_one_token_on_cpus_is_the_reference(window, ends, starts):
+    """Rows that begin or end at different keys, or all alike, with a window on top; each layer with its own window."""
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=2, training=False)
+    q, k, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 9, 16), torch.randn(3, 2, 9, 16)
+    spans = torch.tensor([starts, ends], dtype=torch.int32).t()[:, None, None, :]
+    for layer_window in (window, None):
+        found, _ = headfold_attention(module, q, k, v, spans, sliding_window=layer_window)
+        expected = gqa_decode_reference(
+            q[:, :, 0],
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+            spans[:, 0, 0, 1],
+            seq_starts=spans[:, 0, 0, 0],
+            window=layer_window,
+        )
+        assert (found[:, 0] - expected).abs().max() < 1e-6
+
+
 def test_prefill_in_blocks():
     """More query tokens than one block of the plain path, capped, against the reference one token at a time."""
     module = SimpleNamespace(is_causal=True)

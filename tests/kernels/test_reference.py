@@ -118,6 +118,9 @@ def quantised() -> dict:
         ("block_table", r"\(3, 2\)", {"block_table": torch.zeros(3, 2, dtype=torch.int32)}),
         ("window", "found 0", {"window": 0}),
         ("softcap", "found -1", {"softcap": -1.0}),
+        ("softcap", "found 5", {"softcap": "5"}),
+        ("softcap", "found 5.0", {"softcap": torch.tensor(5.0)}),
+        ("softmax_scale", "found 1", {"softmax_scale": "1"}),
         ("softmax_scale", "found nan", {"softmax_scale": math.nan}),
         ("sinks", r"\(3,\)", {"sinks": torch.zeros(3)}),
         ("num_splits", "found 129", {"num_splits": 129}),
@@ -145,6 +148,18 @@ def test_wrong_scales_are_refused_by_name(run, name, found, change):
     run(**quantised())
     with pytest.raises(KernelError, match=f"^{name} must be .*{found}"):
         run(**(quantised() | change))
+
+
+@pytest.mark.parametrize("run", [gqa_decode, gqa_decode_reference])
+def test_negative_lengths_and_starts_are_none(run):
+    arguments = valid()
+    for name in ("k_cache", "v_cache"):
+        arguments[name] = torch.randn(2, 8, 2, 16)
+    starts = {"seq_starts": torch.tensor([-5, -5], dtype=torch.int32)}
+    for lengths in ([-2, 3], [0, 3]):
+        out = run(**(arguments | {"seq_lens": torch.tensor(lengths, dtype=torch.int32)}), **starts)
+        expected = run(**(arguments | {"seq_lens": torch.tensor([0, 3], dtype=torch.int32)}))
+        assert torch.equal(out, expected) and out[0].count_nonzero() == 0
 
 
 @pytest.mark.parametrize("run", [gqa_decode, gqa_decode_reference])
