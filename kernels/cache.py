@@ -319,6 +319,10 @@ class KVCache(Cache):
         """Takes the last tokens off every sequence; like transformers', a number of 0 or less."""
         if tokens_to_remove > 0:
             raise KernelError(f"crop takes minus the number of tokens to remove, found {tokens_to_remove}")
+        if -tokens_to_remove > self.num_tokens:
+            raise KernelError(
+                f"crop can take off at most the {self.num_tokens} tokens there are, found {tokens_to_remove}"
+            )
         if tokens_to_remove and not self.is_croppable:
             raise KernelError("a rolling cache has overwritten the tokens that crop would bring back")
         self.num_tokens += tokens_to_remove
@@ -418,10 +422,12 @@ class PagedKVCache(KVCache):
                 pages[partial] = page
                 self.block_table[row, partial] = page
             num_had = len(pages)
-            while len(pages) * self.pool.page_size < length + num_new:
-                pages.append(self.pool.take())
-            if len(pages) > num_had:
-                self._write_table(row, num_had)
+            try:
+                while len(pages) * self.pool.page_size < length + num_new:
+                    pages.append(self.pool.take())
+            finally:  # also where pages run out: those that were taken stay, for when others are free
+                if len(pages) > num_had:
+                    self._write_table(row, num_had)
 
     def _write_table(self, row: int, first: int = 0) -> None:
         """Brings a row of the block table up to date from page `first` on."""
@@ -434,7 +440,7 @@ class PagedKVCache(KVCache):
         self._set_row(row, [], 0)
 
     def publish(self, row: int, tokens: Sequence[int]) -> None:
-        """Lets later sequences `attach` to the full pages of this one. tokens: its ids from the start."""
+        """Lets later sequences `attach` to the full pages of this one. tokens: its ids from the start, no padding."""
         length = min(self._lengths[row], len(tokens))
         self.pool.publish(list(tokens[:length]), self.pages[row])
 

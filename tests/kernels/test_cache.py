@@ -278,6 +278,8 @@ def test_refusals(kind):
     cache.reset()
     with pytest.raises(KernelError, match=r"\(1, 2, 16\).*found \(2, 2, 16\)"):
         model(torch.zeros(2, 3, dtype=torch.long), cache=cache)
+    with pytest.raises(KernelError, match="at most the 0 tokens there are, found -1"):
+        kind(config, num_sequences=1, max_tokens=8).crop(-1)
     with pytest.raises(KernelError, match="at least 1, found 0"):
         kind(config, num_sequences=0, max_tokens=8)
     with pytest.raises(KernelError, match=r"torch.float32, or quantised, found bfloat16"):
@@ -297,6 +299,25 @@ def test_pages_run_out():
     cache = PagedKVCache(model.config, num_sequences=2, max_tokens=32, page_size=4, num_pages=3)
     with pytest.raises(KernelError, match="all 3 pages of 4 tokens are in use"):
         model(torch.zeros(2, 9, dtype=torch.long), cache=cache)
+
+
+def test_pages_that_ran_out_are_enough_when_others_are_freed():
+    """What the refused pass had taken is used by the next, and written where the kernels look for it."""
+    model = make_model()
+    cache = PagedKVCache(model.config, num_sequences=2, max_tokens=32, page_size=4, num_pages=4)
+    ids = torch.randint(2, 97, (1, 9), generator=torch.Generator().manual_seed(11))
+    with cache.only([0]):
+        model(torch.zeros(1, 9, dtype=torch.long), cache=cache)
+    with cache.only([1]), pytest.raises(KernelError, match="in use"):
+        model(ids, cache=cache)
+    cache.free(0)
+    with cache.only([1]):
+        cache.reserve(9)
+        assert cache.block_table[0, :3].tolist() == cache.pages[0]
+        found = model(ids, cache=cache).logits[:, -1]
+        step = model(torch.tensor([[5]]), cache=cache).logits
+    full = model(torch.cat([ids, torch.tensor([[5]])], dim=1)).logits
+    assert (found - full[:, -2]).abs().max() < 1e-4 and (step - full[:, -1:]).abs().max() < 1e-4
 
 
 def test_other_attention_says_what_to_do():
