@@ -4,9 +4,10 @@
 
 It checks results on the device, measures the bandwidth of a copy, then decode over a grid of shapes against it and
 against torch's SDPA, FlexAttention and, where they are installed, FlashInfer and FlashAttention, refits the split cost
-model, and writes gpu_check.json and gpu_check.md. It stops measuring after --minutes and says what it left out. The
-caches are read
-cold: the L2 cache is overwritten before every run. Kernels run under CUDA graphs, as in a decode loop.
+model, and writes gpu_check.json and gpu_check.md, anew after every part: a part that fails is reported and costs no
+other. It stops measuring after --minutes, says what it left out, and is ended by a watchdog if something hangs.
+Kernels are compiled beforehand, and results checked, in as many processes as there are cores. Caches are read cold:
+before every run other memory has gone through L2. Kernels run under CUDA graphs, as in a decode loop.
 
 Without a GPU it goes through all of it at toy sizes in Triton's interpreter, to show that it works; the times mean
 nothing.
@@ -17,14 +18,19 @@ Shape letters: B sequences, S slots, H query heads, G KV heads, D head_dim.
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import math
+import multiprocessing
 import os
 import statistics
+import sys
+import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +57,7 @@ class Sizes:
     cache_dtypes: list[str]
     page_sizes: list[int | None]
     num_runs: int
-    pool_bytes: int  # of the buffer that caches are cut from; larger caches are left out
+    pool_bytes: int  # of the buffer that caches are cut from, at most; larger caches are left out
     copy_bytes: int
     prompt: int  # tokens of the decode loop's prompt
 
@@ -98,9 +104,10 @@ class Clock:
 
     def __init__(self, run: Sizes) -> None:
         self.run = run
-        self._flush = torch.empty(256 << 20 if not run.is_toy else 1, dtype=torch.uint8, device=run.device)
+        self._flush = torch.zeros(64 << 20 if not run.is_toy else 1, dtype=torch.int32, device=run.device)
 
     def seconds(self, call: Callable[[], Any], *, graph: bool = True) -> float:
+        """Of one call. `graph=False` for calls that a graph cannot hold."""
         if self.run.is_toy:
             times = []
             for _ in range(self.run.num_runs):
@@ -123,7 +130,8 @@ class Clock:
         times = []
         for _ in range(self.run.num_runs):
             before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            self._flush.zero_()
+            # Read, not written: lines of L2 that are to be written back would take bandwidth while the clock runs.
+            self._flush.sum()
             before.record()
             replay()
             after.record()
@@ -142,44 +150,111 @@ def copy_bandwidth(run: Sizes, clock: Clock) -> float:
 # ---------------------------------------------------------------------------------------------------- correctness
 
 
-def check_results(run: Sizes) -> list[dict[str, Any]]:
-    """Errors against float64, beside those of plain torch in the same dtype; and what must hold exactly."""
-    checks: list[dict[str, Any]] = []
+Spec = tuple[torch.dtype, str, int, int, "int | None", dict[str, Any]]
 
-    def record(name: str, passed: bool, **details: Any) -> None:
-        checks.append({"check": name, "passed": bool(passed), **details})
 
-    torch.manual_seed(0)
-    lengths = [0, 5, 130, 700] if not run.is_toy else [0, 5, 70]
-    head_dims = (64, 80, 128, 256) if not run.is_toy else (64,)
+def result_specs(run: Sizes) -> list[Spec]:
+    """What results are checked: dtype, cache dtype, head_dim, group size, page size, options."""
+    options: list[tuple[int, int | None, dict[str, Any]]] = [
+        (4, 16, {"window": 60}),
+        (1, None, {}),
+        (8, 64, {"softcap": 5.0, "num_splits": 7}),
+        (20, 16, {"sinks": True}),
+    ]
+    if run.is_toy:
+        dtypes = (torch.bfloat16, torch.float16)
+        return [(dtype, cache, 64, *options[0]) for dtype in dtypes for cache in (str(dtype)[6:], *run.quantised)]
+    specs = []
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         for cache_dtype in (str(dtype)[6:], *run.quantised):
-            for head_dim in head_dims:
-                for group_size, page_size, options in (
-                    (1, None, {}),
-                    (4, 16, {"window": 60}),
-                    (8, 64, {"softcap": 5.0, "num_splits": 7}),
-                    (20, 16, {"sinks": True}),
-                ):
-                    if run.is_toy and (group_size != 4 or dtype == torch.float32):
-                        continue
-                    call, reference = random_call(
-                        run, lengths, group_size * 2, 2, head_dim, dtype, cache_dtype, page_size, options
-                    )
-                    found = call()[0].double()
-                    exact = reference(torch.float64).double()
-                    plain = reference(dtype).double()
-                    factor = 4 if is_quantised(cache_dtype) else 2
-                    error, plain_error = ((x - exact).abs().max().item() for x in (found, plain))
-                    floor = torch.finfo(dtype).eps / 2 * exact.abs().max().item()
-                    name = f"{dtype} over {cache_dtype}, D {head_dim}, group {group_size}, page {page_size}, {options}"
-                    limit = factor * plain_error + floor
-                    record(name, error <= limit, error=error, plain_error=plain_error)
+            # All of both for bfloat16, where models live; elsewhere each head_dim and each option once.
+            for i, head_dim in enumerate((128, 64, 80, 256)):
+                for j, option in enumerate(options):
+                    if i == j or (dtype == torch.bfloat16 and (i == 0 or j == 0)):
+                        specs.append((dtype, cache_dtype, head_dim, *option))
+    return specs
 
-    call, _ = random_call(run, lengths, 8, 2, 64, torch.float16, "int8", 16, {})
-    record("two runs agree to the last bit", torch.equal(call()[0], call()[0]))
-    checks += [check_append(run), check_large_cache(run), check_graph_replay(run)]
-    return checks
+
+def check_result(spec: Spec) -> dict[str, Any]:
+    """The error against float64, beside that of plain torch in the same dtype."""
+    dtype, cache_dtype, head_dim, group_size, page_size, options = spec
+    run = sizes()
+    torch.manual_seed(0)
+    lengths = [0, 5, 130, 700] if not run.is_toy else [0, 5, 70]
+    call, reference = random_call(run, lengths, group_size * 2, 2, head_dim, dtype, cache_dtype, page_size, options)
+    found, again = call()[0], call()[0]
+    exact, plain = (reference(x).double() for x in (torch.float64, dtype))
+    error, plain_error = ((x.double().cpu() - exact).abs().max().item() for x in (found, plain))
+    factor = 4 if is_quantised(cache_dtype) else 2
+    floor = torch.finfo(dtype).eps / 2 * exact.abs().max().item()
+    return {
+        "check": f"{dtype} over {cache_dtype}, D {head_dim}, group {group_size}, page {page_size}, {options}",
+        "passed": error <= factor * plain_error + floor and torch.equal(found, again),
+        "error": error,
+        "plain_error": plain_error,
+    }
+
+
+def prepare(point: Point) -> None:
+    """Compiles, into Triton's cache on disk, the kernels that a shape of the grid may need."""
+    run = sizes()
+    small = replace(point, context=64, batch_size=1)
+    arguments, options = Pool(run, 64 << 20, small.cache_dtype).arguments(small)
+    for num_splits in (1, 2, 128):  # each is a build of its own
+        gqa_decode(*arguments, num_splits=num_splits, **options)
+
+
+def _work(job: tuple[Callable[[Any], Any], Any]) -> Any:
+    torch.set_num_threads(1)
+    function, argument = job
+    try:
+        return function(argument)
+    except Exception as error:
+        return {"check": f"{function.__name__} {argument}", "passed": False, "error": describe(error)}
+
+
+def in_processes(run: Sizes, jobs: list[tuple[Callable[[Any], Any], Any]], seconds: float) -> Iterator[Any]:
+    """Results of the jobs, in the order in which they end; those that take longer than `seconds` in all are left."""
+    if run.is_toy:
+        yield from map(_work, jobs)
+        return
+    deadline = time.monotonic() + seconds
+    # Each has a context of its own on the device, of about half a gigabyte.
+    with multiprocessing.get_context("spawn").Pool(min(12, os.cpu_count() or 1, len(jobs))) as workers:
+        results = workers.imap_unordered(_work, jobs)
+        for i in range(len(jobs)):
+            try:
+                yield results.next(max(deadline - time.monotonic(), 0.01))
+            except multiprocessing.TimeoutError:
+                text = f"{len(jobs) - i} of {len(jobs)} builds and checks did not end within {seconds:.0f} s"
+                yield {"check": text, "passed": False}
+                return
+
+
+def check_results(run: Sizes, seconds: float) -> Iterator[dict[str, Any]]:
+    """Results on random values, then what must hold exactly; and on the way the builds that the grid needs."""
+    kinds = {(p.num_heads, p.num_kv_heads, p.cache_dtype, p.page_size): p for p in points(run)}
+    builds = [(prepare, point) for point in kinds.values()] if not run.is_toy else []
+    jobs: list[tuple[Callable[[Any], Any], Any]] = [*builds, *((check_result, spec) for spec in result_specs(run))]
+    yield from (result for result in in_processes(run, jobs, seconds) if result is not None)
+    for check in (check_append, check_large_cache, check_graph_replay):
+        try:
+            yield check(run)
+        except Exception as error:
+            yield {"check": check.__name__, "passed": False, "error": describe(error)}
+        release(run)
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0][:200] if text else ''}"
+
+
+def release(run: Sizes) -> None:
+    """Gives cached memory back, so that the next part can have it in other pieces."""
+    if not run.is_toy:
+        torch.cuda.empty_cache()
 
 
 def random_call(
@@ -193,15 +268,18 @@ def random_call(
     page_size: int | None,
     options: dict[str, Any],
 ) -> tuple[Callable[[], Any], Callable[[torch.dtype], torch.Tensor]]:
-    """A call of `gqa_decode` on random values, and the same by the reference in any dtype. Unused slots hold NaN."""
+    """A call of `gqa_decode` on random values, and the same by the reference in any dtype. Unused slots hold NaN.
+
+    Values are made, and the reference computed, on the host: it knows every dtype, and owes the device nothing.
+    """
     page = page_size or 1
     pages_each = -(-(max(lengths) + 1) // page)
     size = (len(lengths), pages_each * page, num_kv_heads, head_dim)
-    q = torch.randn(len(lengths), num_heads, head_dim, device=run.device).to(dtype)
-    k, v = (torch.randn(size, device=run.device) for _ in range(2))
+    q = torch.randn(len(lengths), num_heads, head_dim).to(dtype)
+    k, v = (torch.randn(size) for _ in range(2))
     arguments: dict[str, Any] = {name: value for name, value in options.items() if name != "sinks"}
     if "sinks" in options:
-        arguments["sinks"] = torch.randn(num_heads, device=run.device)
+        arguments["sinks"] = torch.randn(num_heads)
     if is_quantised(cache_dtype):
         scales = [token_scale(x, cache_dtype) for x in (k, v)]
         k, v = (quantise(x, scale[..., None], cache_dtype) for x, scale in zip((k, v), scales, strict=True))
@@ -211,7 +289,7 @@ def random_call(
         for b, length in enumerate(lengths):
             k[b, length:], v[b, length:] = torch.nan, torch.nan
     if page_size is not None:
-        order = torch.randperm(len(lengths) * pages_each, device=run.device)
+        order = torch.randperm(len(lengths) * pages_each)
 
         def paged(x: torch.Tensor) -> torch.Tensor:
             out = torch.empty_like(x.unflatten(1, (pages_each, page)).flatten(0, 1))
@@ -223,12 +301,14 @@ def random_call(
             if name in arguments:
                 arguments[name] = paged(arguments[name])
         arguments["block_table"] = order.view(len(lengths), pages_each).to(torch.int32)
-    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=run.device)
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
 
     def reference(in_dtype: torch.dtype) -> torch.Tensor:
         return decode_in_dtype(in_dtype, q, k, v, seq_lens, **arguments)[0]
 
-    return lambda: gqa_decode(q, k, v, seq_lens, return_lse=True, **arguments), reference
+    there = [x.to(run.device) for x in (q, k, v, seq_lens)]
+    options_there = {n: x.to(run.device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+    return lambda: gqa_decode(*there, return_lse=True, **options_there), reference
 
 
 def check_append(run: Sizes) -> dict[str, Any]:
@@ -334,13 +414,29 @@ class Point:
 
 
 class Pool:
-    """One buffer from which every cache is cut, filled once with bytes that are sound numbers in every dtype."""
+    """One buffer from which every cache of a dtype is cut, filled once with random values."""
 
-    def __init__(self, run: Sizes) -> None:
+    def __init__(self, run: Sizes, num_bytes: int, cache_dtype: str) -> None:
         self.run = run
-        self._bytes = torch.randint(0, 0x3C, (run.pool_bytes,), dtype=torch.uint8, device=run.device)
+        while True:
+            try:
+                self._bytes = torch.empty(num_bytes, dtype=torch.uint8, device=run.device)
+                break
+            except torch.OutOfMemoryError:
+                num_bytes //= 2  # another process has some; larger caches are then left out
+        self.fill(cache_dtype)
+
+    def fill(self, cache_dtype: str) -> None:
+        """Normal values in 16 bits; any int8; of float8_e4m3fn what is below 2, which leaves out NaN."""
+        if is_quantised(cache_dtype):
+            self._bytes.random_(0, 256)
+            if cache_dtype.startswith("float8"):
+                self._bytes.bitwise_and_(0xBF)
+        else:
+            self._bytes.view(getattr(torch, cache_dtype)).normal_()
 
     def fits(self, point: Point) -> bool:
+        """Whether the buffer is large enough for a shape's K and V."""
         return point.bytes_read + (64 << 10) <= self._bytes.numel()
 
     def arguments(self, point: Point) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
@@ -381,75 +477,116 @@ def points(run: Sizes) -> Iterator[Point]:
 
 
 def peers(run: Sizes, point: Point, arguments: tuple[torch.Tensor, ...], options: dict[str, Any]) -> dict[str, Any]:
-    """Calls of other libraries that compute the same, by name. Each is left out where it cannot."""
+    """Makers of calls of other libraries that compute the same, by name, where they are installed."""
     q, k, v, seq_lens = arguments
-    found: dict[str, Any] = {}
+    makers: dict[str, Callable[[], Callable[[], torch.Tensor]]] = {}
     if is_quantised(point.cache_dtype):
-        return found
+        return makers
     scale = run.head_dim**-0.5
     table = options.get("block_table")
     if table is None:
         k_bgsd, v_bgsd = k.transpose(1, 2), v.transpose(1, 2)
         packed = q.view(point.batch_size, point.num_kv_heads, -1, run.head_dim)
         attend = torch.nn.functional.scaled_dot_product_attention
-        found["torch SDPA, enable_gqa"] = lambda: attend(q[:, :, None], k_bgsd, v_bgsd, scale=scale, enable_gqa=True)
-        found["torch SDPA, packed"] = lambda: attend(packed, k_bgsd, v_bgsd, scale=scale)
-        if not run.is_toy and (point.context, point.batch_size) in ((32768, 8), (131072, 1)):  # compiles for each shape
-            from torch.nn.attention.flex_attention import flex_attention
+        makers["torch SDPA, enable_gqa"] = lambda: (
+            lambda: attend(q[:, :, None], k_bgsd, v_bgsd, scale=scale, enable_gqa=True)
+        )
+        makers["torch SDPA, packed"] = lambda: lambda: attend(packed, k_bgsd, v_bgsd, scale=scale)
+        # Each shape is a compilation of some ten seconds.
+        if not run.is_toy and (point.context, point.batch_size) == (32768, 8) and point.num_kv_heads in (4, 8):
 
-            flex = torch.compile(flex_attention, dynamic=False)
-            found["FlexAttention"] = lambda: flex(q[:, :, None], k_bgsd, v_bgsd, scale=scale, enable_gqa=True)
+            def flex() -> Callable[[], torch.Tensor]:
+                from torch.nn.attention.flex_attention import flex_attention
+
+                call = torch.compile(flex_attention, dynamic=False)
+                return lambda: call(q[:, :, None], k_bgsd, v_bgsd, scale=scale, enable_gqa=True)
+
+            makers["FlexAttention"] = flex
     if run.is_toy:
-        return found
+        return makers
     if importlib.util.find_spec("flash_attn_interface"):
-        from flash_attn_interface import flash_attn_with_kvcache as flash_3
 
-        paging = {} if table is None else {"page_table": table}
-        found["FlashAttention 3"] = lambda: flash_3(q[:, None], k, v, cache_seqlens=seq_lens, causal=True, **paging)
-    if importlib.util.find_spec("flash_attn"):
-        from flash_attn import flash_attn_with_kvcache as flash_2
+        def flash_3() -> Callable[[], torch.Tensor]:
+            from flash_attn_interface import flash_attn_with_kvcache
 
-        if table is None or point.page_size == 256:
-            found["FlashAttention 2"] = lambda: flash_2(q[:, None], k, v, cache_seqlens=seq_lens, causal=True)
+            paging = {} if table is None else {"page_table": table}
+            return lambda: flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=seq_lens, causal=True, **paging)
+
+        makers["FlashAttention 3"] = flash_3
+    if importlib.util.find_spec("flash_attn") and table is None:  # its pages have 256 tokens
+
+        def flash_2() -> Callable[[], torch.Tensor]:
+            from flash_attn import flash_attn_with_kvcache
+
+            return lambda: flash_attn_with_kvcache(q[:, None], k, v, cache_seqlens=seq_lens, causal=True)
+
+        makers["FlashAttention 2"] = flash_2
     if importlib.util.find_spec("flashinfer") and table is not None:
-        import flashinfer
 
-        workspace = torch.empty(512 << 20, dtype=torch.uint8, device=run.device)
-        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
-        starts = torch.arange(point.batch_size + 1, dtype=torch.int32, device=run.device) * table.shape[1]
-        last = torch.full_like(seq_lens, (point.context - 1) % k.shape[1] + 1)
-        sizes = (point.num_heads, point.num_kv_heads, run.head_dim, k.shape[1])
-        wrapper.plan(starts, table.flatten(), last, *sizes, q_data_type=q.dtype, kv_data_type=k.dtype)
-        found["FlashInfer"] = lambda: wrapper.run(q, (k, v))
-    return found
+        def flashinfer() -> Callable[[], torch.Tensor]:
+            import flashinfer
+
+            workspace = torch.empty(256 << 20, dtype=torch.uint8, device=run.device)
+            wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "NHD", use_tensor_cores=True)
+            starts = torch.arange(point.batch_size + 1, dtype=torch.int32, device=run.device) * table.shape[1]
+            last = torch.full_like(seq_lens, (point.context - 1) % k.shape[1] + 1)
+            shape = (point.num_heads, point.num_kv_heads, run.head_dim, k.shape[1])
+            wrapper.plan(starts, table.flatten(), last, *shape, q_data_type=q.dtype, kv_data_type=k.dtype)
+            return lambda: wrapper.run(q, (k, v))
+
+        makers["FlashInfer"] = flashinfer
+    return makers
 
 
-def measure(run: Sizes, clock: Clock, bandwidth: float, deadline: float) -> tuple[list[Point], list[str]]:
-    """The grid within the time; and what was left out, with the reason."""
-    pool = Pool(run)
-    measured, left_out = [], []
+def measure(
+    run: Sizes, clock: Clock, bandwidth: float, deadline: float, measured: list[dict[str, Any]], left_out: list[str]
+) -> None:
+    """The grid within the time, added to `measured`; and to `left_out` what was not measured, with the reason."""
+    pool = None
+    filled_with = ""
     for point in points(run):
         name = (
             f"{point.num_heads}/{point.num_kv_heads}, context {point.context}, batch {point.batch_size}, "
             f"{point.cache_dtype}, page {point.page_size}"
         )
-        if not pool.fits(point):
-            left_out.append(f"{name}: the cache does not fit")
-            continue
         if time.monotonic() > deadline:
             left_out.append(f"{name}: out of time")
             continue
-        arguments, options = pool.arguments(point)
-        seconds = clock.seconds(lambda: gqa_decode(*arguments, **options))  # noqa: B023
+        if pool is None:
+            pool = Pool(run, run.pool_bytes, point.cache_dtype)
+        elif filled_with != point.cache_dtype:
+            pool.fill(point.cache_dtype)
+        filled_with = point.cache_dtype
+        if not pool.fits(point):
+            left_out.append(f"{name}: the cache does not fit")
+            continue
+        try:
+            arguments, options = pool.arguments(point)
+            call = functools.partial(gqa_decode, *arguments, **options)
+            seconds = clock.seconds(call)
+        except torch.OutOfMemoryError as error:
+            left_out.append(f"{name}: {describe(error)}")
+            release(run)
+            continue
         point.microseconds = seconds * 1e6
         point.share_of_copy_bandwidth = point.bytes_read / seconds / bandwidth
-        for peer, call in peers(run, point, arguments, options).items():
+        ours = call()
+        for peer, make in peers(run, point, arguments, options).items():
+            if time.monotonic() > deadline:
+                left_out.append(f"{name}: {peer}: out of time")
+                continue
             try:
-                point.peers[peer] = clock.seconds(call) * 1e6
+                peer_call = make()
+                theirs = peer_call().reshape(ours.shape)
+                difference = (theirs.float() - ours.float()).abs().max() / ours.float().abs().max()
+                if not difference < 0.05:
+                    left_out.append(f"{name}: {peer}: another result, by {difference.item():.2g} of the largest value")
+                    continue
+                point.peers[peer] = clock.seconds(peer_call) * 1e6
             except Exception as error:  # a peer that cannot is no reason to stop
-                left_out.append(f"{name}: {peer}: {type(error).__name__}: {str(error)[:120]}")
-        measured.append(point)
-    return measured, left_out
+                left_out.append(f"{name}: {peer}: {describe(error)}")
+                release(run)
+        measured.append(vars(point))
 
 
 def refit_split_costs(run: Sizes, clock: Clock, deadline: float) -> dict[str, Any]:
@@ -459,20 +596,20 @@ def refit_split_costs(run: Sizes, clock: Clock, deadline: float) -> dict[str, An
     """
     from headfold.kernels import decode
 
-    pool = Pool(run)
     rows, times, regrets = [], [], []
     shapes = [(b, g, s) for b in (1, 4, 16) for g in (1, 8) for s in (2048, 16384, 65536)]
-    for batch_size, num_kv_heads, context in shapes if not run.is_toy else [(1, 1, 200), (2, 1, 300)]:
+    if run.is_toy:
+        shapes = [(1, 1, 200), (2, 1, 300)]
+    largest = max(b * g * s for b, g, s in shapes) * 2 * run.head_dim * 2
+    pool = Pool(run, largest + (1 << 20), run.cache_dtypes[0])
+    for batch_size, num_kv_heads, context in shapes:
         if time.monotonic() > deadline:
             break
         point = Point(num_kv_heads * 4, num_kv_heads, context, batch_size, run.cache_dtypes[0], 64, 0)
         arguments, options = pool.arguments(point)
-        tile = decode.tile_for("sm_90", run.head_dim, 4, arguments[0].dtype, point.cache_dtype)
         device_class, num_sms = decode._device(run.device)
-        at_once = (
-            num_sms
-            * decode.tile_for(device_class, run.head_dim, 4, arguments[0].dtype, point.cache_dtype).programs_per_sm
-        )
+        tile = decode.tile_for(device_class, run.head_dim, 4, arguments[0].dtype, point.cache_dtype)
+        at_once = num_sms * tile.programs_per_sm
         num_tiles = -(-context // tile.block_n)
         tried = []
         for num_splits in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128):
@@ -509,41 +646,25 @@ def refit_split_costs(run: Sizes, clock: Clock, deadline: float) -> dict[str, An
 
 def first_token_times(run: Sizes, clock: Clock) -> dict[str, float]:
     """Seconds to the first token of a prompt, computed whole, and with all but its last page found in the cache."""
-    model = small_model(run)
+    from headfold.scripts.bench_cpu_decode import first_token_seconds
+
     prompt = torch.randint(2, 97, (1, run.prompt), device=run.device)
-    cache = PagedKVCache(
-        model.config, num_sequences=1, max_tokens=run.prompt + 16, dtype=model.dtype, device=run.device
-    )
-    loop = DecodeLoop(model, cache)
-
-    def first_token() -> None:
-        loop.prefill(prompt)
-        cache.free(0)
-
-    def hit() -> None:
-        cache.attach(0, prompt[0].tolist())
-        first_token()
-
-    seconds = {"whole_prompt_seconds": clock.seconds(first_token, graph=False)}
-    loop.prefill(prompt)
-    cache.publish(0, prompt[0].tolist())
-    cache.free(0)
-    seconds["prefix_found_seconds"] = clock.seconds(hit, graph=False)
-    return {"prompt_tokens": run.prompt, **seconds}
+    return first_token_seconds(small_model(run), prompt, lambda call: clock.seconds(call, graph=False))
 
 
 # ---------------------------------------------------------------------------------------------------- output
 
 
 def as_markdown(result: dict[str, Any]) -> str:
-    """The table that people read."""
+    """The table that people read, of whatever there is."""
     failed = [check for check in result["checks"] if not check["passed"]]
+    bandwidth = result.get("copy_bytes_per_second")
     lines = [
         f"# Decode kernels on {result['device']}",
         "",
         "Toy sizes in Triton's interpreter: the times mean nothing.\n" if result["is_toy"] else "",
         f"{len(result['checks'])} checks of results, {len(failed)} failed. "
-        f"A copy moves {result['copy_bytes_per_second'] / 1e12:.3f} TB/s, read and written together.",
+        + (f"A copy moves {bandwidth / 1e12:.3f} TB/s, read and written together." if bandwidth else ""),
         "",
         "| H/G | context | batch | cache | page | us | share of copy bandwidth | peers (their time / ours) |",
         "|---|---|---|---|---|---|---|---|",
@@ -560,45 +681,95 @@ def as_markdown(result: dict[str, Any]) -> str:
             ", ".join(f"{name} {us / p['microseconds']:.2f}" for name, us in p["peers"].items()),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", f"Split cost model: `{json.dumps(result['split_costs'])}`", ""]
-    lines += [f"First token: `{json.dumps(result['first_token'])}`", ""]
+    lines += ["", f"Split cost model: `{json.dumps(result.get('split_costs'))}`", ""]
+    lines += [f"First token: `{json.dumps(result.get('first_token'))}`", ""]
+    lines += [f"- {part} failed: {error}" for part, error in result["failed_parts"].items()]
     lines += [f"- failed: {check}" for check in failed]
     lines += [f"- left out: {line}" for line in result["left_out"]]
     return "\n".join(lines) + "\n"
 
 
+class Report:
+    """The result so far, and its files, written anew whenever there is more."""
+
+    def __init__(self, directory: Path, **fields: Any) -> None:
+        self.directory = directory
+        self.start = time.monotonic()
+        self.result: dict[str, Any] = {**fields, "checks": [], "points": [], "left_out": [], "failed_parts": {}}
+        self._lock = threading.Lock()
+        self.directory.mkdir(parents=True, exist_ok=True)
+
+    def save(self) -> None:
+        with self._lock:
+            self.result["seconds"] = time.monotonic() - self.start
+            for name, text in (
+                ("gpu_check.json", json.dumps(self.result, indent=1, default=str) + "\n"),
+                ("gpu_check.md", as_markdown(self.result)),
+            ):
+                aside = self.directory / (name + ".partial")
+                aside.write_text(text, encoding="utf-8")
+                aside.replace(self.directory / name)
+
+    def part(self, name: str, work: Callable[[], Any]) -> Any:
+        """Does a part of the check, tells how long it took, and survives it."""
+        start = time.monotonic()
+        value = None
+        try:
+            value = work()
+        except Exception as error:
+            traceback.print_exc()
+            self.result["failed_parts"][name] = describe(error)
+        print(f"{name}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+        self.save()
+        return value
+
+    def stop(self) -> None:
+        """The watchdog's: something hangs, and what there is must not be lost with it."""
+        self.result["failed_parts"]["everything after"] = "stopped by the watchdog"
+        self.save()
+        os._exit(1)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="directory for gpu_check.json and gpu_check.md")
-    parser.add_argument("--minutes", type=float, default=8.0, help="when to stop measuring (default 8)")
+    parser.add_argument("--minutes", type=float, default=8.0, help="what it may take (default 8)")
     arguments = parser.parse_args()
-    start = time.monotonic()
-    deadline = start + 60 * arguments.minutes * 0.9
-
     import triton
 
     run = sizes()
-    clock = Clock(run)
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if not run.is_toy else "CPU (interpreter)",
-        "is_toy": run.is_toy,
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
-    }
-    result["checks"] = check_results(run)
-    print(f"{len(result['checks'])} checks after {time.monotonic() - start:.0f} s", flush=True)
-    result["copy_bytes_per_second"] = bandwidth = copy_bandwidth(run, clock)
-    result["first_token"] = first_token_times(run, clock)
-    result["split_costs"] = refit_split_costs(run, clock, start + 0.3 * (deadline - start))
-    measured, left_out = measure(run, clock, bandwidth, deadline)
-    result |= {"points": [vars(point) for point in measured], "left_out": left_out}
-    result["seconds"] = time.monotonic() - start
+    report = Report(
+        arguments.output,
+        device=torch.cuda.get_device_name() if not run.is_toy else "CPU (interpreter)",
+        is_toy=run.is_toy,
+        versions={"torch": torch.__version__, "triton": triton.__version__},
+    )
+    result = report.result
+    seconds = 60 * arguments.minutes
+    watchdog = threading.Timer(0.97 * seconds, report.stop)
+    watchdog.daemon = True
+    watchdog.start()
 
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "gpu_check.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    (arguments.output / "gpu_check.md").write_text(as_markdown(result), encoding="utf-8")
+    report.part("checks of results", lambda: result["checks"].extend(check_results(run, 0.4 * seconds)))
+    clock = Clock(run)
+    bandwidth = report.part("copy", lambda: copy_bandwidth(run, clock)) or math.nan
+    result["copy_bytes_per_second"] = bandwidth if bandwidth > 0 else None
+    release(run)
+    result["split_costs"] = report.part(
+        "split costs", lambda: refit_split_costs(run, clock, report.start + 0.55 * seconds)
+    )
+    result["first_token"] = report.part("first token", lambda: first_token_times(run, clock))
+    release(run)
+    deadline = report.start + 0.9 * seconds
+    report.part("grid", lambda: measure(run, clock, bandwidth, deadline, result["points"], result["left_out"]))
+    watchdog.cancel()
+
     failed = [check["check"] for check in result["checks"] if not check["passed"]]
-    print(f"{len(measured)} shapes in {result['seconds']:.0f} s, {len(failed)} checks failed {failed[:3]}")
-    return 1 if failed else 0
+    print(
+        f"{len(result['points'])} shapes in {result['seconds']:.0f} s, {len(failed)} of {len(result['checks'])} checks "
+        f"failed {failed[:3]}, parts that failed: {list(result['failed_parts'])}"
+    )
+    return 1 if failed or result["failed_parts"] else 0
 
 
 if __name__ == "__main__":
