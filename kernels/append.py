@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from .arguments import check_tensor, refuse
+from .arguments import CACHE_DTYPE_OF_STORAGE, check_cache_dtype, check_last_axis, check_tensor, refuse
 from .attention import runs_triton
-from .dtypes import cache_dtype_name
 from .quantise import QUANTISED_MAX, quantise, stored_head_dim, token_scale
 
 
@@ -35,17 +34,21 @@ def kv_append(
     check_tensor("key", key, ("B", "T", "G", "D"), (torch.float32, torch.float16, torch.bfloat16))
     check_tensor("value", value, tuple(key.shape), (key.dtype,), key.device)
     num_heads, head_dim = key.shape[2:]
-    cache_dtype = "int4" if k_cache.dtype == torch.uint8 else cache_dtype_name(k_cache.dtype)
+    check_tensor("k_cache", k_cache, ("B or num_pages", "S", "G", "D"), tuple(CACHE_DTYPE_OF_STORAGE), key.device)
+    cache_dtype = CACHE_DTYPE_OF_STORAGE[k_cache.dtype]
     quantised = cache_dtype in QUANTISED_MAX
     if not quantised and k_cache.dtype != key.dtype:
         refuse("k_cache", f"of key's dtype {key.dtype}, or quantised", k_cache.dtype)
     rows = "num_pages" if block_table is not None else key.shape[0]
     shape = (rows, "S", num_heads, stored_head_dim(cache_dtype, head_dim))
-    check_tensor("k_cache", k_cache, shape, (k_cache.dtype,), key.device)
+    check_tensor("k_cache", k_cache, shape, (k_cache.dtype,))
     check_tensor("v_cache", v_cache, tuple(k_cache.shape), (k_cache.dtype,), key.device)
     check_tensor("positions", positions, (key.shape[0],), (torch.int32,), key.device)
     if block_table is not None:
         check_tensor("block_table", block_table, (key.shape[0], "max_pages"), (torch.int32,), key.device)
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("block_table", block_table)):
+        check_last_axis(name, x)
+    check_cache_dtype(cache_dtype, key.device)
     if quantised:
         per_channel = isinstance(k_scale, torch.Tensor) and k_scale.dim() == 2
         per_token = tuple(k_cache.shape[:3])

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .dtypes import cache_dtype_name
+from .arguments import CACHE_DTYPE_OF_STORAGE
 from .quantise import QUANTISED_MAX
 
 # Added to a float32 of magnitude below 2^22 and taken off again, it rounds to the nearest integer, ties to even.
@@ -169,7 +169,7 @@ def kv_append_triton(
     batch_size, num_tokens, num_heads, head_dim = key.shape
     if key.numel() == 0:
         return
-    cache_dtype = "int4" if k_cache.dtype == torch.uint8 else cache_dtype_name(k_cache.dtype)
+    cache_dtype = CACHE_DTYPE_OF_STORAGE[k_cache.dtype]
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))
     per_channel = k_scale is not None and k_scale.dim() == 2
     scale_strides: list[int] = []
@@ -182,7 +182,7 @@ def kv_append_triton(
         v_cache,
         k_scale.contiguous() if k_scale is not None and per_channel else k_scale,
         v_scale,
-        positions,
+        positions.contiguous(),
         block_table,
         num_tokens,
         *key.stride()[:3],

@@ -17,7 +17,7 @@ from .quantise import QUANTISED_MAX, storage_dtype, stored_head_dim
 
 MAX_NUM_SPLITS = 128
 _Q_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-_CACHE_DTYPE_OF_STORAGE = {storage_dtype(name): name for name in ("float32", "float16", "bfloat16", *QUANTISED_MAX)}
+CACHE_DTYPE_OF_STORAGE = {storage_dtype(name): name for name in ("float32", "float16", "bfloat16", *QUANTISED_MAX)}
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def decode_shape(
         num_heads=q.shape[1],
         num_key_value_heads=num_key_value_heads,
         head_dim=q.shape[2],
-        cache_dtype=_CACHE_DTYPE_OF_STORAGE[k_cache.dtype],
+        cache_dtype=CACHE_DTYPE_OF_STORAGE[k_cache.dtype],
         key_scales=None if k_scale is None else "channel" if k_scale.dim() == 2 else "token",
         page_size=None if block_table is None else num_slots,
         capacity=num_slots if block_table is None else num_slots * block_table.shape[1],
@@ -76,7 +76,7 @@ def check_tensor(
     if x.dtype not in dtypes:
         refuse(name, " or ".join(map(str, dtypes)), x.dtype)
     if device is not None and x.device != device:
-        refuse(name, f"on {device} like q", x.device)
+        refuse(name, f"on {device}, like the others", x.device)
 
 
 def check_last_axis(name: str, x: torch.Tensor | None) -> None:
@@ -118,7 +118,7 @@ def check_decode_arguments(
     """
     check_tensor("q", q, ("B", "H", "D"), _Q_DTYPES)
     layout = ("B", "S", "G", "D") if block_table is None else ("num_pages", "page_size", "G", "D")
-    check_tensor("k_cache", k_cache, layout, tuple(_CACHE_DTYPE_OF_STORAGE), q.device)
+    check_tensor("k_cache", k_cache, layout, tuple(CACHE_DTYPE_OF_STORAGE), q.device)
     if block_table is not None:
         check_tensor("block_table", block_table, (q.shape[0], "max_pages"), (torch.int32,), q.device)
     shape = decode_shape(q, k_cache, block_table, None)

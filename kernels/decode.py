@@ -522,18 +522,25 @@ def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.d
     keys per tile rather than more warps.
     """
     bits = num_bits(cache_dtype)
+    row_bytes = head_dim * bits // 8
+    block_m = min(16, triton.next_power_of_2(group_size))
     block_d = max(16, triton.next_power_of_2(stored_head_dim(cache_dtype, head_dim)))
     block_n = min(128, (4096 if bits == 32 else 8192) // block_d)
     num_stages = 3
+    if is_quantised(cache_dtype) and block_m in (2, 4):
+        block_m = 8  # takes as many instructions, and a few registers less: with 4 rows some builds spill
     if is_quantised(cache_dtype) and q_dtype == torch.float32:
         block_n = max(16, block_n // 4)  # as float32 operands they fill the registers
-    elif head_dim * bits // 8 % 16:
+    elif row_bytes % 16:
         # Rows that are copied in smaller pieces take more registers, and padded ones more memory: fewer keys, but more
         # tiles ahead.
         block_n = min(64, block_n)
-        num_stages = 5 if bits == 4 else 3
+        if bits == 4:
+            num_stages = 7 if row_bytes % 8 else 5
+    elif bits == 4 and head_dim == 160 and device_class != "sm_90":
+        block_n, num_stages = 32, 5  # likewise: its rows are padded to 128 bytes, and shared memory is smaller here
     return Tile(
-        block_m=min(16, triton.next_power_of_2(group_size)),
+        block_m=block_m,
         block_n=block_n,
         block_d=block_d,
         num_warps=4,
@@ -630,7 +637,7 @@ def gqa_decode_triton(
         seq_lens.contiguous(),
         None if seq_starts is None else seq_starts.contiguous(),
         block_table,
-        sinks,
+        None if sinks is None else sinks.contiguous(),
         out,
         lse,
         partial,
@@ -670,7 +677,7 @@ def gqa_decode_triton(
             partial,
             partial_lse,
             splits_used,
-            sinks,
+            None if sinks is None else sinks.contiguous(),
             out,
             lse,
             grid_splits,

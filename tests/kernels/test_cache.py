@@ -369,3 +369,37 @@ def test_append_writes_the_new_tokens_and_nothing_else(cache_dtype, per_channel,
                 found_scale = scale if scale.dim() == 2 else scale[place][..., None]
                 assert torch.equal(dequantise(cache[place][None], found_scale, cache_dtype), expected)
         assert (cache.view(torch.uint8)[~written] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "found", "change"),
+    [
+        ("key", "torch.float64", {"key": torch.zeros(2, 1, 2, 16, dtype=torch.float64)}),
+        ("value", r"\(2, 1, 2, 8\)", {"value": torch.zeros(2, 1, 2, 8)}),
+        ("k_cache", "list", {"k_cache": [1.0]}),
+        ("k_cache", "torch.int64", {"k_cache": torch.zeros(2, 8, 2, 16, dtype=torch.int64)}),
+        ("k_cache", "torch.float16", {"k_cache": torch.zeros(2, 8, 2, 16, dtype=torch.float16)}),
+        ("k_cache", r"\(3, 8, 2, 16\)", {"k_cache": torch.zeros(3, 8, 2, 16)}),
+        ("v_cache", r"\(2, 4, 2, 16\)", {"v_cache": torch.zeros(2, 4, 2, 16)}),
+        ("v_cache", "stride 2", {"v_cache": torch.zeros(2, 8, 16, 2).transpose(2, 3)}),
+        ("positions", "torch.int64", {"positions": torch.tensor([0, 1])}),
+        ("block_table", r"\(3, 1\)", {"block_table": torch.zeros(3, 1, dtype=torch.int32)}),
+        ("k_scale and v_scale", "found one", {"k_scale": torch.zeros(2, 8, 2)}),
+        (
+            "k_scale",
+            "NoneType",
+            {"k_cache": torch.zeros(2, 8, 2, 16).char(), "v_cache": torch.zeros(2, 8, 2, 16).char()},
+        ),
+    ],
+)
+def test_append_refuses_wrong_arguments_by_name(name, found, change):
+    arguments = {
+        "k_cache": torch.zeros(2, 8, 2, 16),
+        "v_cache": torch.zeros(2, 8, 2, 16),
+        "key": torch.zeros(2, 1, 2, 16),
+        "value": torch.zeros(2, 1, 2, 16),
+        "positions": torch.tensor([0, 1], dtype=torch.int32),
+    }
+    kv_append(**arguments)
+    with pytest.raises(KernelError, match=f"^{name} must be .*{found}"):
+        kv_append(**(arguments | change))

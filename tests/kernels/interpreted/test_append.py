@@ -47,6 +47,14 @@ def test_like_torch(cache_dtype, per_channel, page_size, monkeypatch):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
 
 
+def test_positions_inside_a_larger_tensor():
+    key = torch.randn(2, 1, 1, 16)
+    cache = torch.zeros(2, 4, 1, 16)
+    positions = torch.tensor([[1, 0], [3, 0]], dtype=torch.int32)[:, 0]
+    kv_append(cache, cache.clone(), key, key, positions)
+    assert torch.equal(cache[[0, 1], [1, 3]], key[:, 0]) and cache.count_nonzero() == key.count_nonzero()
+
+
 def test_operator_contract():
     caches = [torch.zeros(2, 8, 2, 16, dtype=torch.int8) for _ in range(2)]
     scales = [torch.zeros(2, 8, 2) for _ in range(2)]

@@ -240,6 +240,19 @@ def test_strides(case):
     assert torch.equal(c.run()[0], expected)
 
 
+@pytest.mark.parametrize("num_splits", [1, 2])
+def test_sinks_lengths_and_starts_inside_larger_tensors(case, num_splits):
+    starts = torch.tensor([3, 0], dtype=torch.int32)
+    c = case([70, 21], num_splits=num_splits, sinks=torch.tensor([0.5, -1.0, 2.0, 0.0]), seq_starts=starts)
+    expected = c.check()[0]
+    c.lengths = torch.stack([c.lengths, c.lengths + 1], dim=1)[:, 0]
+    for name in ("sinks", "seq_starts"):
+        x = c.options[name]
+        c.options[name] = torch.stack([x, x + 9], dim=1)[:, 0]
+        assert c.options[name].stride() == (2,)
+    assert torch.equal(c.run()[0], expected)
+
+
 def test_compiles_as_one_graph(case):
     """The fake implementation lets torch.compile trace through the op without running it."""
     c = case([40, 21], page_size=16, cache_dtype="int8")
