@@ -6,8 +6,8 @@ layer receives from the converted layers before it. For each layer, with the wei
 1. gather second moments of its queries, keys and values on the converted stream (statistics.py), the logits of some
    queries there (sampling.py), and what the original attention makes of the original stream;
 2. share K and V in closed form (merge.py) within the groups (grouping.py);
-3. refit queries and keys to the logits, and the output projection so that the converted stream comes out where the
-   original one does (refit.py);
+3. refit queries and keys to the logits, then the output projection, then the last layer of the MLP, so that the
+   converted stream comes out where the original one does (refit.py);
 4. move both streams on.
 
 Shapes in one letter code: W windows, T tokens, H query heads, G KV heads, N new KV heads, D head_dim, E hidden size.
@@ -90,6 +90,9 @@ def fold_layers(
     outputs see them. `logit_error_shared` and `_refitted`: the root mean square error of the attention logits, before
     and after the refit. `output_error_shared` and `_repaired`: that of the stream behind the attention, before and
     after the refit of the output projection, relative to the root mean square of what the original attention adds.
+    `mlp_error_before` and `_repaired`: that of the stream behind the block, relative to what the MLP adds.
+    `output_shrinkage` and `mlp_shrinkage`: how strongly each was drawn to what it started from, as held-out windows
+    had it best.
 
     Raises RefusedError at once if the layers or the windows do not allow it.
     """
@@ -175,8 +178,8 @@ def _fold(checkpoint: Checkpoint, layers: list[AttentionLayer], streams: Streams
             if layer.num_key_value_heads == plan.num_key_value_heads:
                 streams.advance(layer.index, original, converted)
                 continue
-            weights, record = _fold_layer(checkpoint, layer, block, streams, plan, original, converted, target)
-            yield layer, _on_cpu(weights.tensors(layer)), record
+            tensors, record = _fold_layer(checkpoint, layer, block, streams, plan, original, converted, target)
+            yield layer, _on_cpu(tensors), record
 
 
 def _layer_by_layer(
@@ -201,8 +204,8 @@ def _fold_layer(
     original: Tensor,
     converted: Tensor,
     target: Tensor,
-) -> tuple[AttentionWeights, dict[str, Any]]:
-    """The new weights of a layer and its statistics; moves the streams on. `target` is scratch space."""
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The new tensors of a layer and its statistics; moves the streams on. `target` is scratch space."""
     weights = AttentionWeights.read(checkpoint, layer).to(streams.model.device)
     sampler = LogitSampler(layer, weights, streams.windows, NUM_SINKS, plan.seed)
     statistics = _statistics(layer, weights, streams, converted, sampler, seed=plan.seed)
@@ -229,8 +232,57 @@ def _fold_layer(
 
     weights = replace(weights, o=repaired.view_as(weights.o)).rounded(streams.model.stored_dtype)
     _assign(layer, block, weights)
+    tensors = weights.tensors(layer)
+    if paths.down is not None and not streams.model.is_whole:
+        name = streams.model.stored_name(layer.index, f"{paths.down.name}.weight")
+        tensors[name] = _repair_mlp(
+            layer.index, block.get_submodule(paths.down.name), paths.down.scale, streams, record, original, converted
+        )
     streams.advance(layer.index, converted)
-    return weights, record
+    return tensors, record
+
+
+def _repair_mlp(
+    number: int,
+    down: nn.Module,
+    scale: float,
+    streams: Streams,
+    record: dict[str, Any],
+    original: Tensor,
+    converted: Tensor,
+) -> Tensor:
+    """The weight of the MLP's last layer with which the converted stream leaves the block nearest to the original one.
+
+    `original` stands behind the block already, `converted` before it. The module gets the weight.
+    """
+    prior = down.weight.data
+    fitted, held_out = (NormalEquations(prior.shape[1], prior.shape[0], streams.model.device) for _ in range(2))
+    calls: list[tuple[Tensor, Tensor]] = []
+    hook = down.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))
+    energy = _TINY
+    with removing(hook):
+        for batch in streams.batches:
+            calls.clear()
+            moved, wanted = streams.model.run(number, streams.load(converted, batch)), streams.load(original, batch)
+            assert moved is not None
+            ((features, output),) = calls
+            features, output = features.view(*moved.shape[:2], -1), output.view(moved.shape)
+            wanted = (wanted - moved) / scale + output - (0.0 if down.bias is None else down.bias)
+            energy += output[:, NUM_SINKS:].double().square().sum().item()
+            _add(fitted, held_out, batch, features, wanted)
+    repaired, record["mlp_shrinkage"] = solve_with_held_out(fitted, held_out, prior)
+    equations = fitted.plus(held_out)
+    for name, weight in (("mlp_error_before", prior), ("mlp_error_repaired", repaired)):
+        record[name] = math.sqrt(equations.error(weight) / energy)
+    down.weight = nn.Parameter(repaired.to(streams.model.stored_dtype).to(prior.dtype), requires_grad=False)
+    return down.weight.data
+
+
+def _add(fitted: NormalEquations, held_out: NormalEquations, batch: slice, features: Tensor, wanted: Tensor) -> None:
+    """Count a batch of windows, features (B, T, F) and what is wanted of them (B, T, E): one of eight is held out."""
+    is_held_out = torch.arange(batch.start, batch.start + len(features)) % _HELD_OUT == _HELD_OUT // 2
+    for equations, chosen in ((fitted, ~is_held_out), (held_out, is_held_out)):
+        equations.add(features[chosen, NUM_SINKS:], wanted[chosen, NUM_SINKS:])
 
 
 def _statistics(
@@ -323,10 +375,7 @@ def _output_equations(
                 wanted = (wanted - hidden) / paths.output.scale
             if bias is not None:
                 wanted = wanted - bias
-            rows = features[0].view(*hidden.shape[:2], -1)
-            is_held_out = torch.arange(batch.start, batch.start + len(hidden)) % _HELD_OUT == _HELD_OUT // 2
-            for equations, chosen in ((fitted, ~is_held_out), (held_out, is_held_out)):
-                equations.add(rows[chosen, NUM_SINKS:], wanted[chosen, NUM_SINKS:])
+            _add(fitted, held_out, batch, features[0].view(*hidden.shape[:2], -1), wanted)
     return fitted, held_out
 
 

@@ -169,7 +169,7 @@ def convert_checkpoint(
             seed=settings.seed,
             trust_remote_code=settings.trust_remote_code,
         )
-        written = {name for layer in layers for name in _attention_tensors(checkpoint, layer)} - _dropped(shapes)
+        written = {name for layer in layers for name in _block_tensors(checkpoint, layer)} - _dropped(shapes)
     statistics: list[dict[str, Any]] = []
     with CheckpointWriter(checkpoint, output, shapes=shapes, force=force, progress=progress) as writer:
         writer.copy_unwritten(expected=written)
@@ -178,6 +178,8 @@ def convert_checkpoint(
                 for name, tensor in tensors.items():
                     writer.write(name, tensor)
                 statistics.append({"layer": layer.index, **layer_statistics})
+                written.difference_update(_block_tensors(checkpoint, layer))
+                writer.copy_unwritten(expected=written)  # the rest of the block, so that progress is that of the layers
         elif shapes:
             _merge_weights(checkpoint, layers, settings, writer)
         record = _record(model, revision, source, layers, settings, windows, statistics)
@@ -239,9 +241,10 @@ def _dropped(shapes: Mapping[str, tuple[int, ...] | None]) -> set[str]:
     return {name for name, shape in shapes.items() if shape is None}
 
 
-def _attention_tensors(checkpoint: Checkpoint, layer: AttentionLayer) -> Iterator[str]:
-    module = layer.k.weight.removesuffix(".weight").rpartition(".")[0]
-    return (name for name in checkpoint.tensors if name.startswith(f"{module}."))
+def _block_tensors(checkpoint: Checkpoint, layer: AttentionLayer) -> Iterator[str]:
+    """The tensors of a layer's block: all of `model.layers.0.` for `model.layers.0.self_attn.o_proj.weight`."""
+    head, number, _ = layer.o.weight.rpartition(f".{layer.index}.")
+    return (name for name in checkpoint.tensors if name.startswith(head + number))
 
 
 def _merge_weights(

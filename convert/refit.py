@@ -37,8 +37,8 @@ class NormalEquations:
     def add(self, features: Tensor, targets: Tensor) -> None:
         """Count the rows of features (..., F) with their targets (..., E)."""
         features, targets = features.flatten(0, -2), targets.flatten(0, -2)
-        self._features += (features.T @ features).double()
-        self._products += (targets.T @ features).double()
+        self._features += features.T @ features
+        self._products += targets.T @ features
         self._targets += targets.double().pow(2).sum().item()
 
     def solve(self, prior: Tensor, strength: float) -> Tensor:

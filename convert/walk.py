@@ -89,7 +89,6 @@ class StreamedModel:
                 module._buffers[name] = None if buffer is None else buffer.to(self.device)
         module_name = _module_name(model, layers[0])
         self._decoder_name = module_name[: module_name.rindex(".layers.")]
-        self._attention_name = layers[0].module.rpartition(".")[2]
         self._decoder = model.get_submodule(self._decoder_name)
         self.blocks: list[nn.Module] = list(self._decoder.layers)
         self._arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
@@ -144,9 +143,9 @@ class StreamedModel:
         with self._loaded(block, f"{self._decoder_name}.layers.{number}", names):
             yield block
 
-    def attention(self, layer: AttentionLayer) -> nn.Module:
-        """The attention module of a layer."""
-        return self.blocks[layer.index].get_submodule(self._attention_name)
+    def stored_name(self, number: int, name: str) -> str:
+        """The stored tensor of a parameter of a block; not for models that are loaded whole."""
+        return self._names[f"{self._decoder_name}.layers.{number}.{name}"]
 
     def run(
         self, number: int, hidden: Tensor, on_attention: Callable[[AttentionCall], None] | None = None
