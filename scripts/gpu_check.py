@@ -18,6 +18,7 @@ Shape letters: B sequences, S slots, H query heads, G KV heads, D head_dim.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
@@ -254,7 +255,8 @@ def describe(error: BaseException) -> str:
 def release(run: Sizes) -> None:
     """Gives cached memory back, so that the next part can have it in other pieces."""
     if not run.is_toy:
-        torch.cuda.empty_cache()
+        with contextlib.suppress(RuntimeError):  # after an error that the device does not recover from
+            torch.cuda.empty_cache()
 
 
 def random_call(
@@ -544,6 +546,7 @@ def measure(
     """The grid within the time, added to `measured`; and to `left_out` what was not measured, with the reason."""
     pool = None
     filled_with = ""
+    num_failed = 0
     for point in points(run):
         name = (
             f"{point.num_heads}/{point.num_kv_heads}, context {point.context}, batch {point.batch_size}, "
@@ -564,8 +567,9 @@ def measure(
             arguments, options = pool.arguments(point)
             call = functools.partial(gqa_decode, *arguments, **options)
             seconds = clock.seconds(call)
-        except torch.OutOfMemoryError as error:
+        except Exception as error:
             left_out.append(f"{name}: {describe(error)}")
+            num_failed += not isinstance(error, torch.OutOfMemoryError)
             release(run)
             continue
         point.microseconds = seconds * 1e6
@@ -587,6 +591,8 @@ def measure(
                 left_out.append(f"{name}: {peer}: {describe(error)}")
                 release(run)
         measured.append(vars(point))
+    if num_failed:
+        raise RuntimeError(f"{num_failed} shapes failed, see what was left out")
 
 
 def refit_split_costs(run: Sizes, clock: Clock, deadline: float) -> dict[str, Any]:

@@ -18,7 +18,47 @@ def test_runs_at_toy_sizes(tmp_path):
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-2000:] + result.stderr[-2000:]
     found = json.loads((tmp_path / "gpu_check.json").read_text())
-    assert found["is_toy"] and found["checks"] and found["points"]
+    assert found["is_toy"] and found["checks"] and found["points"] and found["failed_parts"] == {}
+    assert all(
+        "torch SDPA, packed" in point["peers"]
+        for point in found["points"]
+        if point["page_size"] is None and point["cache_dtype"] == "float16"
+    ), found["left_out"]
     assert all(check["passed"] for check in found["checks"])
     assert found["first_token"]["prompt_tokens"] == 40
     assert "the times mean nothing" in (tmp_path / "gpu_check.md").read_text()
+
+
+FAILING = """
+import sys, time
+from headfold.scripts import gpu_check
+
+def fail(*arguments):
+    raise RuntimeError("of this part")
+
+def hang(run, clock, bandwidth, deadline, measured, left_out):
+    measured.append(dict(num_heads=4, num_kv_heads=1, context=70, batch_size=2, cache_dtype="int8", page_size=None,
+                         microseconds=5.0, share_of_copy_bandwidth=0.5, peers={"a peer": 10.0}))
+    left_out.append("the rest")
+    time.sleep(600)
+
+gpu_check.check_results = lambda *arguments: iter([{"check": "one", "passed": True}])
+gpu_check.copy_bandwidth = gpu_check.refit_split_costs = gpu_check.first_token_times = fail
+gpu_check.measure = hang
+sys.argv[1:] = ["--output", sys.argv[1], "--minutes", "0.1"]
+sys.exit(gpu_check.main())
+"""
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_a_part_that_fails_or_hangs_loses_no_other(tmp_path):
+    """Three parts raise, and the last never ends: the watchdog ends it, and what there is has been written."""
+    result = subprocess.run([sys.executable, "-c", FAILING, str(tmp_path)], capture_output=True, text=True)
+    assert result.returncode == 1, result.stderr[-2000:]
+    found = json.loads((tmp_path / "gpu_check.json").read_text())
+    assert set(found["failed_parts"]) == {"copy", "split costs", "first token", "everything after"}
+    assert found["failed_parts"]["copy"] == "RuntimeError: of this part"
+    assert found["checks"] == [{"check": "one", "passed": True}] and len(found["points"]) == 1
+    page = (tmp_path / "gpu_check.md").read_text()
+    assert "| 4/1 | 70 | 2 | int8 | contiguous | 5.0 | 0.500 | a peer 2.00 |" in page
+    assert "everything after failed: stopped by the watchdog" in page and "left out: the rest" in page
