@@ -64,6 +64,16 @@ def test_what_each_count_keeps_before_anything_is_written(llama):
     assert sorted(llama.iterdir()) == before
 
 
+def test_refits_bring_the_converted_stream_nearer_to_the_original(llama):
+    checkpoint = Checkpoint.open(llama)
+    down = "model.layers.{}.mlp.down_proj.weight"
+    for layer, tensors, record in fold_layers(checkpoint, describe(checkpoint), windows(), num_key_value_heads=2):
+        assert record["logit_error_refitted"] < record["logit_error_shared"]
+        assert record["output_error_repaired"] < record["output_error_shared"]
+        assert record["mlp_error_repaired"] < record["mlp_error_before"]
+        assert not torch.equal(tensors[down.format(layer.index)], checkpoint.read(down.format(layer.index)))
+
+
 def test_similar_groups_keep_at_least_what_neighbours_keep_in_pairs(llama):
     checkpoint = Checkpoint.open(llama)
     layers = describe(checkpoint)

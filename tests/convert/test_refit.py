@@ -6,7 +6,14 @@ import pytest
 import torch
 
 from headfold.convert.families import Rotary
-from headfold.convert.refit import LogitSample, NormalEquations, conjugate_gradients, refit_logits, rotate
+from headfold.convert.refit import (
+    LogitSample,
+    NormalEquations,
+    conjugate_gradients,
+    refit_logits,
+    rotate,
+    solve_with_held_out,
+)
 from headfold.convert.weights import AttentionWeights
 
 W, T, S, H, N, D, E = 5, 14, 6, 4, 2, 6, 10
@@ -38,6 +45,45 @@ def test_normal_equations_without_any_signal_keep_the_prior():
     equations.add(torch.zeros(3, 4), torch.zeros(3, 2))
     prior = randn(2, 4, seed=0).float()
     assert torch.allclose(equations.solve(prior, 1e-2), prior)
+
+
+def ridge(features: torch.Tensor, targets: torch.Tensor, prior: torch.Tensor, strength: float) -> torch.Tensor:
+    penalty = strength * features.square().sum(0).mean() * torch.eye(features.shape[1], dtype=torch.float64)
+    return torch.linalg.solve(features.T @ features + penalty, features.T @ targets + penalty @ prior.T).T
+
+
+def test_held_out_rows_choose_how_strongly_a_refit_is_drawn_to_its_prior():
+    truth = randn(3, 20, seed=0)
+
+    def rows(count: int, noise: float, seed: int) -> tuple[torch.Tensor, torch.Tensor, NormalEquations]:
+        features = randn(count, 20, seed=seed)
+        targets = features @ truth.T + noise * randn(count, 3, seed=seed + 1)
+        equations = NormalEquations(20, 3)
+        equations.add(features, targets)
+        return features, targets, equations
+
+    near = truth + 0.02 * randn(3, 20, seed=9)
+    strengths = {}
+    for case, prior, noise in (("good prior", near, 3.0), ("bad prior", torch.zeros_like(truth), 1e-3)):
+        features, targets, fitted = rows(40, noise, 10)
+        others, their_targets, held_out = rows(2000, noise, 20)
+        solution, strengths[case] = solve_with_held_out(fitted, held_out, prior)
+        errors = {
+            strength: (their_targets - others @ ridge(features, targets, prior, strength).T).square().sum().item()
+            for strength in (1e-4, 1e-2, 0.1, 1.0, 10.0)
+        }
+        assert strengths[case] == min(errors, key=errors.__getitem__)
+        everything = torch.cat([features, others]), torch.cat([targets, their_targets])
+        assert torch.allclose(solution, ridge(*everything, prior, strengths[case]), atol=1e-9)
+    assert strengths == {"good prior": 10.0, "bad prior": 1e-4}
+
+
+def test_without_held_out_rows_the_strength_is_moderate():
+    features, targets, prior = randn(50, 6, seed=0), randn(50, 3, seed=1), randn(3, 6, seed=2)
+    fitted = NormalEquations(6, 3)
+    fitted.add(features, targets)
+    solution, strength = solve_with_held_out(fitted, NormalEquations(6, 3), prior)
+    assert strength == 0.1 and torch.allclose(solution, ridge(features, targets, prior, 0.1), atol=1e-9)
 
 
 def test_conjugate_gradients_solve_every_matrix_of_a_batch():
