@@ -233,49 +233,57 @@ def _fold_layer(
     weights = replace(weights, o=repaired.view_as(weights.o)).rounded(streams.model.stored_dtype)
     _assign(layer, block, weights)
     tensors = weights.tensors(layer)
-    if paths.down is not None and not streams.model.is_whole:
-        name = streams.model.stored_name(layer.index, f"{paths.down.name}.weight")
-        tensors[name] = _repair_mlp(
-            layer.index, block.get_submodule(paths.down.name), paths.down.scale, streams, record, original, converted
-        )
-    streams.advance(layer.index, converted)
+    if paths.down is None or streams.model.is_whole:
+        streams.advance(layer.index, converted)
+    else:
+        down = block.get_submodule(paths.down.name)
+        assert isinstance(down, nn.Linear)
+        repaired = _repair_mlp(layer.index, down, paths.down.scale, streams, original, converted, target, record)
+        tensors[streams.model.stored_name(layer.index, f"{paths.down.name}.weight")] = repaired
     return tensors, record
 
 
 def _repair_mlp(
     number: int,
-    down: nn.Module,
+    down: nn.Linear,
     scale: float,
     streams: Streams,
-    record: dict[str, Any],
     original: Tensor,
     converted: Tensor,
+    target: Tensor,
+    record: dict[str, Any],
 ) -> Tensor:
     """The weight of the MLP's last layer with which the converted stream leaves the block nearest to the original one.
 
-    `original` stands behind the block already, `converted` before it. The module gets the weight.
+    `original` stands behind the block already; `converted` is moved there, with the new weight. `target` is scratch
+    space: it gets what the stream is without the MLP.
     """
     prior = down.weight.data
     fitted, held_out = (NormalEquations(prior.shape[1], prior.shape[0], streams.model.device) for _ in range(2))
     calls: list[tuple[Tensor, Tensor]] = []
-    hook = down.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))
     energy = _TINY
-    with removing(hook):
+    with streams.scratch(prior.shape[1]) as all_features:
+        with removing(down.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))):
+            for batch in streams.batches:
+                calls.clear()
+                moved = streams.model.run(number, streams.load(converted, batch))
+                assert moved is not None
+                ((features, output),) = calls
+                features, output = features.view(*moved.shape[:2], -1), output.view(moved.shape)
+                without = moved - scale * output
+                target[batch], all_features[batch] = without.to(target), features.to(all_features)
+                wanted = (streams.load(original, batch) - without) / scale
+                _add(fitted, held_out, batch, features, wanted if down.bias is None else wanted - down.bias)
+                energy += output[:, NUM_SINKS:].double().square().sum().item()
+        repaired, record["mlp_shrinkage"] = solve_with_held_out(fitted, held_out, prior)
+        rounded = repaired.to(streams.model.stored_dtype).to(prior.dtype)
         for batch in streams.batches:
-            calls.clear()
-            moved, wanted = streams.model.run(number, streams.load(converted, batch)), streams.load(original, batch)
-            assert moved is not None
-            ((features, output),) = calls
-            features, output = features.view(*moved.shape[:2], -1), output.view(moved.shape)
-            wanted = (wanted - moved) / scale + output - (0.0 if down.bias is None else down.bias)
-            energy += output[:, NUM_SINKS:].double().square().sum().item()
-            _add(fitted, held_out, batch, features, wanted)
-    repaired, record["mlp_shrinkage"] = solve_with_held_out(fitted, held_out, prior)
+            output = nn.functional.linear(streams.load(all_features, batch), rounded, down.bias)
+            converted[batch] = (streams.load(target, batch) + scale * output).to(converted)
     equations = fitted.plus(held_out)
     for name, weight in (("mlp_error_before", prior), ("mlp_error_repaired", repaired)):
         record[name] = math.sqrt(equations.error(weight) / energy)
-    down.weight = nn.Parameter(repaired.to(streams.model.stored_dtype).to(prior.dtype), requires_grad=False)
-    return down.weight.data
+    return rounded
 
 
 def _add(fitted: NormalEquations, held_out: NormalEquations, batch: slice, features: Tensor, wanted: Tensor) -> None:

@@ -6,9 +6,10 @@ Shapes in one letter code: W windows, B windows of a batch, T tokens, E hidden s
 from __future__ import annotations
 
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 
 import torch
@@ -44,15 +45,25 @@ class Streams:
     @contextmanager
     def embedded(self, num_streams: int) -> Iterator[list[Tensor]]:
         """The streams before the first block; what they need on disk goes when the context ends."""
-        with tempfile.TemporaryDirectory(prefix="headfold-") as directory:
-            hidden_states = self.model.embed(self.windows[batch] for batch in self.batches)
-            first = next(hidden_states)
-            shape = (len(self.windows), *first.shape[1:])
-            streams = [self._empty(shape, f"{directory}/{number}") for number in range(num_streams)]
+        hidden_states = self.model.embed(self.windows[batch] for batch in self.batches)
+        first = next(hidden_states)
+        with ExitStack() as stack:
+            streams = [stack.enter_context(self.scratch(first.shape[-1])) for _ in range(num_streams)]
             for batch, hidden in zip(self.batches, chain([first], hidden_states), strict=True):
                 for stream in streams:
                     stream[batch] = hidden.to(stream)
             yield streams
+
+    @contextmanager
+    def scratch(self, width: int) -> Iterator[Tensor]:
+        """Room for (W, T, width) in the dtype of the streams; where that is large, in a file that goes with the context."""
+        dtype, shape = self.model.hidden_dtype, (*self.windows.shape, width)
+        if math.prod(shape) * dtype.itemsize <= _MAX_MEMORY_BYTES:
+            yield torch.empty(shape, dtype=dtype)
+            return
+        with tempfile.TemporaryDirectory(prefix="headfold-") as directory:
+            file = os.path.join(directory, "scratch")
+            yield torch.from_file(file, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
     def load(self, stream: Tensor, batch: slice) -> Tensor:
         """A batch (B, T, E) of a stream on the device, in float32."""
@@ -85,12 +96,6 @@ class Streams:
                         f"the attention of layer {layer.index} does not go through transformers' attention interface, "
                         "so that it cannot be calibrated; --method mean needs no calibration"
                     )
-
-    def _empty(self, shape: tuple[int, ...], path: str) -> Tensor:
-        dtype, size = self.model.hidden_dtype, math.prod(shape)
-        if size * dtype.itemsize <= _MAX_MEMORY_BYTES:
-            return torch.empty(shape, dtype=dtype)
-        return torch.from_file(path, shared=True, size=size, dtype=dtype).view(shape)
 
 
 def name_in_block(stored: str) -> str:
