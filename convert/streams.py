@@ -56,7 +56,7 @@ class Streams:
 
     @contextmanager
     def scratch(self, width: int) -> Iterator[Tensor]:
-        """Room for (W, T, width) in the dtype of the streams; where that is large, in a file that goes with the context."""
+        """Room for (W, T, width) in the dtype of the streams: in memory, or in a file where that is too large."""
         dtype, shape = self.model.hidden_dtype, (*self.windows.shape, width)
         if math.prod(shape) * dtype.itemsize <= _MAX_MEMORY_BYTES:
             yield torch.empty(shape, dtype=dtype)
