@@ -70,6 +70,7 @@ class ConversionReport(BaseModel):
     tensor_parallel_sizes: list[int] = Field(description="Numbers of ranks among which the KV heads split evenly.")
     left_out_files: list[str] = Field(description="Weights in other formats beside the source, not carried over.")
     warnings: list[str]
+    advice: str | None = Field(description="What would have lost less, where there is such a thing.")
     layers: list[dict[str, Any]] = Field(description="Statistics of each layer, where the method has any.")
     seconds: float
 
@@ -91,7 +92,8 @@ class ConversionReport(BaseModel):
         ]
         if self.left_out_files:
             lines.append(f"  left out             {', '.join(self.left_out_files)} (weights of the unconverted model)")
-        return "\n".join([*lines, *(f"  warning: {warning}" for warning in self.warnings)])
+        lines += [f"  warning: {warning}" for warning in self.warnings]
+        return "\n".join([*lines, f"  {self.advice}"] if self.advice else lines)
 
 
 def convert_checkpoint(
@@ -441,9 +443,22 @@ def _report(
         ),
         left_out_files=left_out,
         warnings=checkpoint.warnings,
+        advice=_advice(layers, settings),
         layers=statistics,
         seconds=time.monotonic() - started,
     )
+
+
+def _advice(layers: list[AttentionLayer], settings: ConvertSettings) -> str | None:
+    if settings.method != "mean" or all(layer.num_key_value_heads == settings.num_key_value_heads for layer in layers):
+        return None
+    from headfold.convert.calibrate import refuse_calibration
+
+    try:
+        refuse_calibration(layers)
+    except RefusedError:
+        return None
+    return "with --calibration TEXT, method fold would lose far less before any training; docs/fold.md has the figures"
 
 
 def _one_or_all(counts: list[int]) -> int | list[int]:

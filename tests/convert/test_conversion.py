@@ -266,6 +266,23 @@ def test_a19_the_report_says_which_tensor_parallel_sizes_the_number_serves(llama
     assert tensor_parallel_sizes(9, 3) == [1, 3]
 
 
+@pytest.mark.parametrize(
+    ("family", "method", "num_new", "is_advised"),
+    [
+        ("llama", "mean", 2, True),
+        ("llama", "first", 2, False),
+        ("llama", "mean", 6, False),
+        ("qwen3", "mean", 2, False),
+    ],
+)
+def test_the_report_says_what_calibration_would_bring_where_it_is_possible(
+    tiny, tmp_path, family, method, num_new, is_advised
+):
+    path = tiny.save(tiny.tiny_model(tiny.tiny_config(family)), tmp_path / "in")
+    report = convert_checkpoint(path, tmp_path / "out", num_key_value_heads=num_new, method=method)
+    assert ("--calibration TEXT" in report.render()) == is_advised == (report.advice is not None)
+
+
 def test_the_report_counts_bytes(llama, tmp_path):
     report = convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
     assert (report.cache_bytes_per_token_before, report.cache_bytes_per_token) == (
