@@ -7,19 +7,24 @@ instructions are used: what must hold before a decode kernel can reach the memor
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .dtypes import cache_dtype_name, is_quantised, num_bits
 from .quantise import stored_head_dim
+
+if TYPE_CHECKING:
+    from .decode import Tile
 
 _TRITON_NAMES = {
     "float32": "fp32",
@@ -35,6 +40,10 @@ _SHARED_BYTES = {80: 164 * 1024, 86: 100 * 1024, 90: 228 * 1024}
 _SHARED_RESERVED = 1024
 _REGISTERS = 65536
 _REGISTER_STEP = 8
+# What an H200 needs on its way to cover its memory's latency is about half of this.
+_LEAST_BYTES_IN_FLIGHT = 48 * 1024
+
+HEAD_DIMS = (64, 72, 80, 96, 112, 128, 160, 256)
 
 
 @dataclass(frozen=True)
@@ -48,7 +57,10 @@ class DecodeBuild:
     cache_dtype: str
     page_size: int | None
     key_scales: str | None
+    window: bool
     block_n: int
+    num_warps: int
+    num_stages: int
     registers: int  # per thread
     num_spills: int  # loads and stores of local memory
     shared_bytes: int  # per program
@@ -56,6 +68,7 @@ class DecodeBuild:
     num_matrix_instructions: int
     tiles_in_flight: int  # tiles of K and V asked for before the first is used
     programs_per_sm: int
+    planned_programs_per_sm: int  # what the split cost model counts on
     loop_instructions: int  # of one warp, per tile of keys
 
     @property
@@ -69,12 +82,76 @@ class DecodeBuild:
         tile_bytes = 2 * self.block_n * self.head_dim * num_bits(self.cache_dtype) // 8
         return self.programs_per_sm * self.tiles_in_flight * tile_bytes
 
+    @property
+    def faults(self) -> list[str]:
+        """What is not as it must be for a kernel that is to reach the memory's speed; empty for a sound build."""
+        found = []
+        if self.num_spills:
+            found.append(f"{self.num_spills} spills")
+        if self.copy_bits != self.widest_copy_bits:
+            found.append(f"copies of {self.copy_bits} bits, {self.widest_copy_bits} are possible")
+        if self.tiles_in_flight < 2:
+            found.append(f"{self.tiles_in_flight} tiles in flight")
+        if self.bytes_in_flight_per_sm < _LEAST_BYTES_IN_FLIGHT:
+            found.append(f"{self.bytes_in_flight_per_sm / 1024:.0f} KB in flight per SM")
+        if not self.num_matrix_instructions and self.q_dtype != "float32":  # there are none of full float32 precision
+            found.append("no matrix instructions")
+        if self.programs_per_sm < self.planned_programs_per_sm - 1:
+            found.append(f"{self.programs_per_sm} programs per SM, {self.planned_programs_per_sm} are counted on")
+        return found
+
     def as_dict(self) -> dict[str, Any]:
         """For a table: the fields, and what follows from them."""
         return asdict(self) | {
             "widest_copy_bits": self.widest_copy_bits,
             "bytes_in_flight_per_sm": self.bytes_in_flight_per_sm,
+            "faults": self.faults,
         }
+
+
+def table_builds() -> Iterator[dict[str, Any]]:
+    """Arguments of `compile_decode` for all builds that a table should have, bfloat16 over every cache dtype first.
+
+    sm_80 and sm_90, all head_dims, groups of 1, 4 and 8, contiguous and pages of 16 and 64. Then some of the rest:
+    scales of K per channel, a sliding window, float16, and float32 over every cache dtype.
+    """
+    quantised = ("float8_e4m3fn", "float8_e5m2", "int8", "int4")
+    more: dict[str, Any]
+    for q_dtype, cache_dtypes, groups, page_sizes, more in (
+        ("bfloat16", ("bfloat16", *quantised), (1, 4, 8), (None, 16, 64), {}),
+        ("bfloat16", quantised, (8,), (16,), {"key_scales": "channel"}),
+        ("bfloat16", ("bfloat16", *quantised), (8,), (16,), {"window": True}),
+        ("float16", ("float16",), (1, 8), (None, 16), {}),
+        ("float32", ("float32", *quantised), (1, 8), (None, 16), {}),
+    ):
+        for capability, head_dim, group_size, cache_dtype, page_size in itertools.product(
+            (80, 90), HEAD_DIMS, groups, cache_dtypes, page_sizes
+        ):
+            if (capability, cache_dtype) != (80, "float8_e4m3fn"):  # which that chip does not have
+                yield {
+                    "capability": capability,
+                    "head_dim": head_dim,
+                    "group_size": group_size,
+                    "q_dtype": q_dtype,
+                    "cache_dtype": cache_dtype,
+                    "page_size": page_size,
+                    **more,
+                }
+
+
+def build_tile(
+    capability: int,
+    head_dim: int,
+    group_size: int,
+    *,
+    cache_dtype: str = "bfloat16",
+    q_dtype: str = "bfloat16",
+    **_: Any,
+) -> Tile:
+    """The tile with which `compile_decode` builds."""
+    from . import decode
+
+    return decode.tile_for(f"sm_{capability}", head_dim, group_size, getattr(torch, q_dtype), cache_dtype)
 
 
 def compile_decode(
@@ -101,7 +178,7 @@ def compile_decode(
     if quantised and key_scales is None:
         key_scales = "token"
     dtype = getattr(torch, q_dtype)
-    tile = decode.tile_for(f"sm_{capability}", head_dim, group_size, dtype, cache_dtype)
+    tile = build_tile(capability, head_dim, group_size, cache_dtype=cache_dtype, q_dtype=q_dtype)
     operand = decode.dot_dtype(dtype, cache_dtype)
     element_bytes = max(num_bits(cache_dtype) // 8, 1)
 
@@ -157,10 +234,14 @@ def compile_decode(
         cache_dtype=cache_dtype,
         page_size=page_size,
         key_scales=key_scales,
+        window=window,
         block_n=tile.block_n,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
         registers=registers,
         shared_bytes=kernel.metadata.shared,
         programs_per_sm=_programs_per_sm(capability, registers, kernel.metadata.shared, 32 * tile.num_warps),
+        planned_programs_per_sm=tile.programs_per_sm,
         **_read_sass(sass, num_scale_copies=0 if not quantised else 1 if key_scales == "channel" else 2),
     )
 

@@ -1,6 +1,6 @@
-"""Writes the README's tables from the results kept in docs/results/.
+"""Writes the tables of README.md and docs/kernels.md from the results kept in docs/results/.
 
-python scripts/readme_tables.py            # rewrites README.md
+python scripts/readme_tables.py            # rewrites the pages
 python scripts/readme_tables.py --check    # exit code 1 where a table is not what the results say
 """
 
@@ -49,7 +49,121 @@ def quickstart_table() -> str:
     return "\n".join([*lines, "", note])
 
 
-TABLES = {"quickstart": quickstart_table}
+def read(name: str) -> Any:
+    """A kept result."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(rows: list[list[Any]], aligned: str) -> str:
+    """Markdown; `aligned` has a letter per column, l or r."""
+    lines = ["| " + " | ".join(map(str, row)) + " |" for row in rows]
+    lines.insert(1, "|" + "|".join({"l": "---", "r": "---:"}[letter] for letter in aligned) + "|")
+    return "\n".join(lines)
+
+
+def compiled_table() -> str:
+    """What the decode kernel's machine code says, by chip and dtypes; and the builds that are not as they should be."""
+    kept = read("kernels_compiled")
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for build in kept["builds"]:
+        groups.setdefault((build["capability"], build["q_dtype"], build["cache_dtype"]), []).append(build)
+
+    def span(builds: list[dict[str, Any]], name: str, unit: int = 1) -> str:
+        values = sorted({build[name] // unit for build in builds})
+        return str(values[0]) if len(values) == 1 else f"{values[0]} to {values[-1]}"
+
+    head = "chip, queries, cache, builds, sound, registers, spills, tiles ahead, KB ahead per SM"
+    rows: list[list[Any]] = [head.split(", ")]
+    for (capability, q_dtype, cache_dtype), builds in sorted(groups.items()):
+        rows.append(
+            [
+                f"sm_{capability}",
+                q_dtype,
+                cache_dtype,
+                len(builds),
+                sum(not build["faults"] for build in builds),
+                span(builds, "registers"),
+                span(builds, "num_spills"),
+                span(builds, "tiles_in_flight"),
+                span(builds, "bytes_in_flight_per_sm", 1024),
+            ]
+        )
+    faulty: dict[str, list[str]] = {}
+    for build in kept["builds"]:
+        if build["faults"]:
+            kind = (
+                f"sm_{build['capability']}, {build['q_dtype']} over {build['cache_dtype']}, D {build['head_dim']}, "
+                f"groups of {build['group_size']}"
+            )
+            faulty.setdefault(kind, []).append(f"{_layout(build['page_size'])}: {', '.join(build['faults'])}")
+    total, sound = len(kept["builds"]), sum(not build["faults"] for build in kept["builds"])
+    lines = [
+        f"{sound} of {total} builds (Triton {kept['triton']}) are sound: K/V copies as wide as rows allow, no spills, "
+        "at least 2 tiles and 48 KB per SM in flight, matrix instructions (but for float32, which has none of full "
+        "precision), and as many programs per SM as the split cost model counts on, less one at most.",
+        *([f"**{kept['planned'] - total} more builds are still to be made.**"] if total < kept["planned"] else []),
+        "",
+        table(rows, "lllrrrrrr"),
+        "",
+        *(["Not so:", ""] if faulty else []),
+        *(f"- {kind}: {'; '.join(which)}" for kind, which in faulty.items()),
+    ]
+    return "\n".join(lines).rstrip()
+
+
+def _layout(page_size: int | None) -> str:
+    return "contiguous" if page_size is None else f"pages of {page_size}"
+
+
+def cpu_decode_table() -> str:
+    """Our attention's time over that of transformers' sdpa, on a CPU."""
+    kept = read("cpu_decode")
+    points = kept["attention"]
+    lengths = sorted({point["num_keys"] for point in points})
+    rows: list[list[Any]] = [["one layer: H/G, batch", *(f"{n} keys" for n in lengths)]]
+    for kind in dict.fromkeys(_kind(point) for point in points):
+        of_kind = {point["num_keys"]: f"{point['ratio']:.2f}" for point in points if _kind(point) == kind}
+        rows.append([kind, *(of_kind.get(n, "") for n in lengths)])
+    steps = kept["step"]
+    step_lengths = sorted({point["num_keys"] for point in steps})
+    step_rows: list[list[Any]] = [["whole step of a small model", *(f"{n} keys" for n in step_lengths)]]
+    for kind in dict.fromkeys((point["batch_size"], point["padded"]) for point in steps):
+        of_kind = {p["num_keys"]: f"{p['ratio']:.2f}" for p in steps if (p["batch_size"], p["padded"]) == kind}
+        step_rows.append([f"batch {kind[0]}{', padded' if kind[1] else ''}", *(of_kind[n] for n in step_lengths)])
+    difference = max(point["largest_difference"] for point in points + steps if point.get("dtype") != "bfloat16")
+    return "\n\n".join(
+        [
+            table(rows, "l" + "r" * len(lengths)),
+            table(step_rows, "l" + "r" * len(step_lengths)),
+            f"Time over that of transformers' sdpa, medians of one run ({kept['machine']}, "
+            f"torch {kept['versions']['torch']}, transformers {kept['versions']['transformers']}). Results in float32 "
+            f"differ by at most {difference:.0e} of the largest value.",
+        ]
+    )
+
+
+def _kind(point: dict[str, Any]) -> str:
+    shape = f"{point['num_heads']}/{point['num_kv_heads']}, {point['batch_size']}"
+    return shape + (", padded" if point["padded"] else "") + (", bfloat16" if point["dtype"] == "bfloat16" else "")
+
+
+def first_token_table() -> str:
+    """Time to the first token on a prefix hit, on a CPU."""
+    kept = read("cpu_decode")
+    rows: list[list[Any]] = [["prompt, tokens", "computed whole, ms", "prefix found, ms", "ratio"]]
+    for point in kept["first_token"]:
+        whole, hit = point["whole_prompt_seconds"], point["prefix_found_seconds"]
+        rows.append([point["prompt_tokens"], f"{1e3 * whole:.1f}", f"{1e3 * hit:.2f}", f"{whole / hit:.0f}"])
+    return table(rows, "rrrr")
+
+
+TABLES = {
+    "quickstart": quickstart_table,
+    "compiled": compiled_table,
+    "cpu_decode": cpu_decode_table,
+    "first_token": first_token_table,
+}
+PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md")
 
 
 def with_tables(text: str) -> str:
@@ -62,14 +176,13 @@ def with_tables(text: str) -> str:
 
 
 def main() -> None:
-    readme = ROOT / "README.md"
-    text = readme.read_text(encoding="utf-8")
-    filled = with_tables(text)
-    if "--check" in sys.argv[1:]:
-        if filled != text:
-            sys.exit("README.md: a table is not what docs/results says; run scripts/readme_tables.py")
-        return
-    readme.write_text(filled, encoding="utf-8")
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        filled = with_tables(text)
+        if "--check" not in sys.argv[1:]:
+            page.write_text(filled, encoding="utf-8")
+        elif filled != text:
+            sys.exit(f"{page.name}: a table is not what docs/results says; run scripts/readme_tables.py")
 
 
 if __name__ == "__main__":
