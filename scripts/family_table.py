@@ -42,12 +42,20 @@ A multimodal model converts if its text tower is one of these.
 |---|---|---|
 """
 
+_BUT = {
+    "falcon": "; with new_decoder_architecture it is refused, because its class caches every query head: "
+    "fewer KV heads would save nothing",
+    "opt": "; not opt-350m, whose norms follow what they belong to",
+}
+"""What is refused of types that are re-mapped."""
+
 
 def row(model_type: str) -> tuple[str, str]:
     """The second and third column for one type."""
     if model_type in REMAPPED:
         target = REMAPPED[model_type]
-        return "re-mapped", f"as {target}" + (", to one KV head" if target in MULTI_QUERY_FAMILIES else "")
+        count = ", to one KV head" if target in MULTI_QUERY_FAMILIES else ""
+        return "re-mapped", f"as {target}{count}{_BUT.get(model_type, '')}"
     if model_type in FAMILIES:
         family = FAMILIES[model_type]
         notes = []
@@ -60,7 +68,9 @@ def row(model_type: str) -> tuple[str, str]:
             notes.append("clip_qkv")
         return "yes", "; ".join(notes)
     if model_type in MULTI_QUERY_FAMILIES:
-        return "re-mapped", "without multi_query, to one KV head; with multi_query it has one already"
+        return "re-mapped", "without multi_query, to one KV head; with multi_query it has one already" + _BUT.get(
+            model_type, ""
+        )
     reason = WITHOUT_KV_FIELD.get(model_type) or UNSUPPORTED.get(model_type) or _try(model_type)
     return ("no", reason) if reason else ("recognised", "")
 

@@ -119,6 +119,14 @@ FAMILIES: dict[str, Family] = {
 # Their classes have one KV head or all of them, and no number in between.
 MULTI_QUERY_FAMILIES: dict[str, Family] = {
     "gpt_bigcode": Family(rotary="none", layers="h", attention="attn", fused="c_attn", output="c_proj", ties=True),
+    "falcon": Family(
+        rotary_layers=lambda text, layer: not text.get("alibi"),
+        layers="h",
+        attention="self_attention",
+        fused="query_key_value",
+        output="dense",
+        ties=True,
+    ),
 }
 
 # Families whose classes have no field for the number of KV heads. Their configs take `num_key_value_heads` without a
@@ -126,15 +134,14 @@ MULTI_QUERY_FAMILIES: dict[str, Family] = {
 _NO_FIELD = "its class in transformers has no field for the number of KV heads (a cache of 8 or 4 bits is smaller too)"
 WITHOUT_KV_FIELD: dict[str, str] = {
     **dict.fromkeys(
-        ("gpt-sw3", "openai-gpt", "gpt_neo", "opt", "bloom", "mpt", "codegen", "persimmon", "fuyu", "biogpt"),
+        ("gpt-sw3", "openai-gpt", "gpt_neo", "bloom", "mpt", "codegen", "persimmon", "fuyu", "biogpt"),
         _NO_FIELD,
     ),
     **dict.fromkeys(
         ("xglm", "ctrl", "cpmant", "xlm", "xlnet", "reformer", "modernbert-decoder", "hrm_text"), _NO_FIELD
     ),
-    **dict.fromkeys(("gpt_neox", "gptj", "gpt2"), f"{_NO_FIELD}; it has to be re-mapped first"),  # see remap.py
+    **dict.fromkeys(("gpt_neox", "gptj", "gpt2", "opt"), f"{_NO_FIELD}; it has to be re-mapped first"),  # see remap.py
     "gpt_neox_japanese": _NO_FIELD,
-    "falcon": "it caches every query head in transformers, so that fewer KV heads would save nothing",
     "dbrx": "its q, k and v are fused in a layout that is not supported",
     "phi4_multimodal": "its attention carries LoRA branches on a fused q, k and v",
 }

@@ -8,8 +8,9 @@ a normed input, every projection with a bias. What differs is moved into the wei
 - GPT-NeoX stores q, k and v of one head next to each other in one tensor.
 - GPT-J rotates channels (2i, 2i + 1), Phi (i, i + n/2): the rows of q and k are permuted alike; no logit sees that.
 
-GPT-2, whose Conv1D stores matrices transposed, becomes GPTBigCode; so does a GPTBigCode without multi_query, whose
-heads are stored as [q k v]. That class has one KV head or all, so one is the only number they can be converted to.
+GPT-2, whose Conv1D stores matrices transposed, becomes GPTBigCode, and so does OPT, whose first two position embeddings
+no token ever has. That class has one KV head or all, so one is the only number they can be converted to. The same
+holds for GPTBigCode and Falcon without multi_query: their heads are stored as [q k v], and become blocks of q, k and v.
 
 Rows are computed where they are read, in float32 (float64 for float32 weights), and rounded once to the stored dtype.
 
@@ -27,6 +28,7 @@ from typing import TYPE_CHECKING, Any
 from headfold.convert.checkpoint import Checkpoint, row_blocks
 from headfold.convert.errors import CheckpointError, RefusedError
 from headfold.convert.families.config import KV_FIELD, AttentionConfig, attention_config
+from headfold.convert.families.declared import MULTI_QUERY_FAMILIES
 from headfold.convert.header import DTYPE_BITS, TensorEntry, torch_dtype
 
 if TYPE_CHECKING:
@@ -34,11 +36,13 @@ if TYPE_CHECKING:
 
     Rows = Callable[[int, int], torch.Tensor]
 
-REMAPPED = {"gpt_neox": "phi", "gptj": "phi", "gpt2": "gpt_bigcode"}
+REMAPPED = {"gpt_neox": "phi", "gptj": "phi", "gpt2": "gpt_bigcode", "opt": "gpt_bigcode"}
 """The model types that are re-mapped, and what they become."""
 
+_OPT_POSITION_OFFSET = 2
+
 # Buffers of old checkpoints, which the classes compute themselves.
-_BUFFERS = re.compile(r".*\.(attention|attn)\.(bias|masked_bias|rotary_emb\.inv_freq)")
+_BUFFERS = re.compile(r".*\.(attention|attn|self_attention)\.(bias|masked_bias|rotary_emb\.inv_freq)")
 
 
 def remap_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -46,18 +50,20 @@ def remap_config(config: dict[str, Any]) -> dict[str, Any]:
 
     Raises RefusedError for models of these families that have no exact counterpart.
     """
-    remaps = {"gpt_neox": _neox_config, "gptj": _gptj_config, "gpt2": _gpt2_config, "gpt_bigcode": _bigcode_config}
+    remaps = {"gpt_neox": _neox_config, "gptj": _gptj_config, "gpt2": _gpt2_config, "opt": _opt_config}
+    remaps |= {"gpt_bigcode": _bigcode_config, "falcon": _falcon_config}
     return remaps[config["model_type"]](config) if config["model_type"] in remaps else config
 
 
 def remap(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint as one of the re-mapped class, its tensors computed as they are read; itself if it needs none."""
     model_type = checkpoint.config["model_type"]
-    builders = {"gpt_neox": _remap_neox, "gptj": _remap_gptj, "gpt2": _remap_gpt2, "gpt_bigcode": _remap_bigcode}
+    builders = {"gpt_neox": _remap_neox, "gptj": _remap_gptj, "gpt2": _remap_gpt2, "opt": _remap_opt}
+    builders |= {"gpt_bigcode": _remap_bigcode, "falcon": _remap_falcon}
     if model_type not in builders:
         return checkpoint
     config = remap_config(checkpoint.config)
-    if model_type == "gpt_bigcode" and checkpoint.config.get("multi_query", True):
+    if model_type in MULTI_QUERY_FAMILIES and checkpoint.config.get("multi_query", True):
         return replace(checkpoint, config=config)
     counts = attention_config(config)
     index = _index_without_counts(checkpoint)
@@ -368,7 +374,7 @@ def _half_rotary_rows(builder: _Builder, name: str, rotary_dim: int) -> Rows:
     return rows
 
 
-# --------------------------------------------------------------------------------------------------- GPT-2, GPTBigCode
+# -------------------------------------------------------------------------------------- GPT-2, OPT, GPTBigCode, Falcon
 
 
 def _gpt2_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -422,16 +428,135 @@ def _transposed_rows(builder: _Builder, name: str) -> Rows:
     return rows
 
 
+def _opt_config(config: dict[str, Any]) -> dict[str, Any]:
+    refusals = {
+        "do_layer_norm_before is false": not config.get("do_layer_norm_before", True),
+        "_remove_final_layer_norm is true": config.get("_remove_final_layer_norm"),
+        "word_embed_proj_dim is not hidden_size": config.get("word_embed_proj_dim")
+        not in (None, config.get("hidden_size", 768)),
+    }
+    for reason, holds in refusals.items():
+        if holds:
+            raise RefusedError(f"opt: cannot be converted: {reason} (as in opt-350m), which GPTBigCode does not have")
+    names = {
+        "n_embd": ("hidden_size", 768),
+        "n_layer": ("num_hidden_layers", 12),
+        "n_head": ("num_attention_heads", 12),
+        "n_positions": ("max_position_embeddings", 2048),
+        "n_inner": ("ffn_dim", 3072),
+        "resid_pdrop": ("dropout", 0.1),
+        "attn_pdrop": ("attention_dropout", 0.0),
+        "initializer_range": ("init_std", 0.02),
+    }
+    gone = {name for name, _ in names.values()} | {"do_layer_norm_before", "_remove_final_layer_norm", "layerdrop"}
+    gone |= {"word_embed_proj_dim", "enable_bias", "layer_norm_elementwise_affine"}
+    defaults = {"activation_function": "relu", "bos_token_id": 2, "eos_token_id": 2, "pad_token_id": 1}
+    return _bigcode_config(
+        {
+            **defaults,
+            **{key: value for key, value in config.items() if key not in gone},
+            "architectures": ["GPTBigCodeForCausalLM"],
+            "model_type": "gpt_bigcode",
+            "multi_query": False,
+            **{new: config.get(old, default) for new, (old, default) in names.items()},
+            "embd_pdrop": 0.0,
+            "layer_norm_epsilon": 1e-5,
+        }
+    )
+
+
+def _remap_opt(builder: _Builder) -> None:
+    hidden = builder.hidden_size
+    prefix = "model.decoder." if builder.has("model.decoder.embed_tokens.weight") else "decoder."
+    builder.rename(f"{prefix}embed_tokens.weight", "transformer.wte.weight")
+    positions = f"{prefix}embed_positions.weight"
+    num_positions = builder.entry(positions, (None, hidden)).shape[0] - _OPT_POSITION_OFFSET
+
+    def position_rows(start: int, stop: int) -> torch.Tensor:
+        return builder.source.read(positions, (start + _OPT_POSITION_OFFSET, stop + _OPT_POSITION_OFFSET))
+
+    builder.compute(positions, "transformer.wpe.weight", (num_positions, hidden), position_rows)
+
+    def norm(old: str, new: str, place: str) -> None:
+        if builder.source.config.get("layer_norm_elementwise_affine", True):
+            for leaf in ("weight", "bias"):
+                builder.rename(f"{old}.{leaf}", f"{new}.{leaf}")
+        else:
+            builder.constant(place, f"{new}.weight", (hidden,), 1.0)
+            builder.constant(place, f"{new}.bias", (hidden,), 0.0)
+
+    for layer in range(builder.num_layers):
+        old, new = f"{prefix}layers.{layer}", f"transformer.h.{layer}"
+        projections = [f"{old}.self_attn.{name}_proj" for name in "qkv"]
+        place = f"{projections[0]}.weight"
+        for leaf, shape in (("weight", (hidden, hidden)), ("bias", (hidden,))):
+            names = [f"{name}.{leaf}" for name in projections]
+            fused, fused_shape = f"{new}.attn.c_attn.{leaf}", (3 * hidden, *shape[1:])
+            if leaf == "bias" and not builder.has(names[0]):
+                builder.constant(place, fused, fused_shape, 0.0)
+                continue
+            for name in names:
+                builder.entry(name, shape)
+            builder.compute(names[0], fused, fused_shape, _stacked_rows(builder, names, hidden))
+        _rename_linear(builder, f"{old}.self_attn.out_proj", f"{new}.attn.c_proj", hidden)
+        inner = builder.entry(f"{old}.fc1.weight", (None, hidden)).shape[0]
+        _rename_linear(builder, f"{old}.fc1", f"{new}.mlp.c_fc", inner)
+        _rename_linear(builder, f"{old}.fc2", f"{new}.mlp.c_proj", hidden)
+        norm(f"{old}.self_attn_layer_norm", f"{new}.ln_1", place)
+        norm(f"{old}.final_layer_norm", f"{new}.ln_2", place)
+    norm(f"{prefix}final_layer_norm", "transformer.ln_f", f"{prefix}embed_tokens.weight")
+    if builder.has("lm_head.weight"):
+        builder.rename("lm_head.weight", "lm_head.weight")
+
+
+def _stacked_rows(builder: _Builder, names: list[str], num_rows: int) -> Rows:
+    """Rows of tensors of num_rows each, one behind the other."""
+
+    def rows(start: int, stop: int) -> torch.Tensor:
+        import torch
+
+        parts = []
+        for first, name in zip(range(0, stop, num_rows), names, strict=False):
+            block = max(start - first, 0), min(stop - first, num_rows)
+            if block[0] < block[1]:
+                parts.append(builder.source.read(name, block))
+        return torch.cat(parts)
+
+    return rows
+
+
 def _remap_bigcode(builder: _Builder) -> None:
+    _remap_interleaved(builder, "attn.c_attn")
+
+
+def _falcon_config(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("new_decoder_architecture"):
+        raise RefusedError(
+            "falcon: cannot be converted: with new_decoder_architecture its class in transformers caches every query "
+            "head, so that fewer KV heads would save nothing"
+        )
+    if config.get("multi_query", True):
+        return {**config, KV_FIELD: 1}
+    return {**config, "multi_query": True, "num_kv_heads": 1, KV_FIELD: config.get("num_attention_heads", 71)}
+
+
+def _remap_falcon(builder: _Builder) -> None:
+    _remap_interleaved(builder, "self_attention.query_key_value")
+
+
+def _remap_interleaved(builder: _Builder, fused: str) -> None:
     """Heads stored as [q k v] become blocks of q, k and v."""
     hidden = builder.hidden_size
+    changed = set()
     for layer in range(builder.num_layers):
-        name = f"transformer.h.{layer}.attn.c_attn"
         for leaf, shape in (("weight", (3 * hidden, hidden)), ("bias", (3 * hidden,))):
-            builder.entry(f"{name}.{leaf}", shape)
-            builder.compute(f"{name}.{leaf}", f"{name}.{leaf}", shape, _blocked_rows(builder, f"{name}.{leaf}"))
+            name = f"transformer.h.{layer}.{fused}.{leaf}"
+            if leaf == "weight" or builder.has(name):
+                builder.entry(name, shape)
+                builder.compute(name, name, shape, _blocked_rows(builder, name))
+                changed.add(name)
     for name in builder.source.tensors:
-        if not name.endswith((".attn.c_attn.weight", ".attn.c_attn.bias")) and not _BUFFERS.fullmatch(name):
+        if name not in changed and not _BUFFERS.fullmatch(name):
             builder.rename(name, name)
 
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX and GPT-J as Phi: the same logits, then native GQA."""
+"""Re-maps: GPT-NeoX and GPT-J as Phi, GPT-2 and OPT as GPTBigCode: the same logits, then fewer KV heads."""
 
 import json
 
@@ -60,6 +60,7 @@ def test_a13_planted_solution_after_the_re_map(tiny, tmp_path, family):
     wanted = tiny.logits(model)
     for method in ("mean", "first"):
         convert_checkpoint(tmp_path / "in", tmp_path / method, num_key_value_heads=2, method=method)
+        assert check_checkpoint(tmp_path / method) == []
         converted = tiny.load(tmp_path / method)
         assert (tiny.logits(converted) - wanted).abs().max() < 2e-5 * wanted.abs().max()
         assert 3 * tiny.cached_bytes(converted) == tiny.cached_bytes(model)
@@ -174,7 +175,7 @@ def test_calibration_wants_the_re_map_first(tiny, tmp_path, family):
         convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=2, calibration="x.txt")
 
 
-# --------------------------------------------------------------------------------------------------- GPT-2, GPTBigCode
+# -------------------------------------------------------------------------------------- GPT-2, OPT, GPTBigCode, Falcon
 
 
 def gpt2(**overrides):
@@ -191,22 +192,52 @@ def bigcode(**overrides):
     return GPTBigCodeConfig(**{**settings, "bos_token_id": 1, "eos_token_id": 2, "multi_query": False, **overrides})
 
 
+def opt(**overrides):
+    from transformers import OPTConfig
+
+    settings = {"hidden_size": 72, "ffn_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 6, "vocab_size": 61}
+    settings |= {"max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    return OPTConfig(**{**settings, **overrides})
+
+
+def falcon(**overrides):
+    """As falcon-rw-1b: a KV head for every query head, ALiBi, biases, attention before the MLP."""
+    from transformers import FalconConfig
+
+    settings: dict = {"hidden_size": 72, "num_hidden_layers": 2, "num_attention_heads": 6, "ffn_hidden_size": 40}
+    settings |= {"vocab_size": 61, "bos_token_id": 1, "eos_token_id": 2, "bias": True, "max_position_embeddings": 64}
+    return FalconConfig(**{**settings, "multi_query": False, "alibi": True, "parallel_attn": False, **overrides})
+
+
+def falcon_with_rotary(**overrides):
+    return falcon(**{"alibi": False, "parallel_attn": True, "bias": False, **overrides})
+
+
+def galactica(**overrides):
+    """OPT without biases and without weights in its norms, as Galactica has it."""
+    return opt(enable_bias=False, layer_norm_elementwise_affine=False, activation_function="gelu", **overrides)
+
+
+TO_ONE_HEAD = [gpt2, bigcode, opt, galactica, falcon, falcon_with_rotary]
+
+
 def make_heads_alike(model) -> None:
     """All K heads of a layer become its first one, and all V heads, each in the layout of the model's own class."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "c_attn" not in name:
-                continue
-            if model.config.model_type == "gpt2":  # columns: blocks of q, k, v
+            if "self_attn.k_proj" in name or "self_attn.v_proj" in name:  # OPT
+                heads = parameter.unflatten(0, (6, 12))
+                heads[:] = heads[:1].clone()
+            elif "c_attn" in name and model.config.model_type == "gpt2":  # columns: blocks of q, k, v
                 blocks = parameter.unflatten(-1, (3, 6, 12))
                 blocks[..., 1:, :, :] = blocks[..., 1:, :1, :]
-            else:  # rows: [q k v] of each head
+            elif "c_attn" in name or "query_key_value" in name:  # rows: [q k v] of each head
                 heads = parameter.unflatten(0, (6, 3, 12))
                 heads[:, 1:] = heads[:1, 1:]
 
 
-@pytest.mark.parametrize("config", [gpt2, bigcode])
-def test_a13_to_one_kv_head_as_gptbigcode(tiny, tmp_path, config):
+@pytest.mark.parametrize("config", TO_ONE_HEAD)
+def test_a13_to_one_kv_head(tiny, tmp_path, config):
     model = tiny.tiny_model(config())
     make_heads_alike(model)
     tiny.save(model, tmp_path / "in")
@@ -214,15 +245,17 @@ def test_a13_to_one_kv_head_as_gptbigcode(tiny, tmp_path, config):
     wanted = tiny.logits(model)
     for method in ("mean", "first"):
         convert_checkpoint(tmp_path / "in", tmp_path / method, num_key_value_heads=1, method=method)
+        assert check_checkpoint(tmp_path / method) == []
         converted = tiny.load(tmp_path / method)
-        assert type(converted).__name__ == "GPTBigCodeForCausalLM" and converted.config.multi_query
+        wanted_class = "FalconForCausalLM" if "falcon" in config.__name__ else "GPTBigCodeForCausalLM"
+        assert type(converted).__name__ == wanted_class and converted.config.multi_query
         assert (tiny.logits(converted) - wanted).abs().max() < 2e-5 * wanted.abs().max()
         assert 6 * tiny.cached_bytes(converted) == tiny.cached_bytes(model)
 
 
-@pytest.mark.parametrize("config", [gpt2, bigcode])
+@pytest.mark.parametrize("config", TO_ONE_HEAD)
 @pytest.mark.parametrize("count", [2, 6, 12])
-def test_gptbigcode_has_one_or_all(tiny, tmp_path, config, count):
+def test_one_kv_head_or_all(tiny, tmp_path, config, count):
     tiny.save(tiny.tiny_model(config()), tmp_path / "in")
     with pytest.raises(RefusedError, match=rf"{count} KV heads per layer are not possible: .*; possible are 1$"):
         convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=count)
@@ -250,8 +283,9 @@ def test_gpt2_as_the_hub_has_it(tiny, tmp_path):
     )
 
 
-def test_gptbigcode_with_multi_query_is_the_identity(tiny, tmp_path):
-    model = tiny.tiny_model(bigcode(multi_query=True))
+@pytest.mark.parametrize("config", [bigcode, falcon_with_rotary])
+def test_with_multi_query_it_is_the_identity(tiny, tmp_path, config):
+    model = tiny.tiny_model(config(multi_query=True))
     tiny.save(model, tmp_path / "in")
     convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=1)
     assert torch.equal(tiny.logits(tiny.load(tmp_path / "out")), tiny.logits(model))
@@ -264,7 +298,76 @@ def test_gpt2_that_gptbigcode_cannot_express_is_refused(tiny, tmp_path):
             convert_checkpoint(path, tmp_path / "out", num_key_value_heads=1)
 
 
-@pytest.mark.parametrize("config", [gpt2, bigcode])
+@pytest.mark.parametrize("config", [opt, falcon])
+def test_mean_of_heads_that_differ_and_stored_dtype(tiny, tmp_path, monkeypatch, config):
+    """In bfloat16, from shards, in small blocks: the K and V rows of the result are the means, q's are as they were."""
+    model = tiny.tiny_model(config(), torch.bfloat16)
+    tiny.save(model, tmp_path / "one")
+    tiny.save(model, tmp_path / "many", max_shard_size="20KB")
+    convert_checkpoint(tmp_path / "one", tmp_path / "one_out", num_key_value_heads=1)
+    monkeypatch.setattr("headfold.convert.checkpoint.BLOCK_BYTES", 700)
+    convert_checkpoint(tmp_path / "many", tmp_path / "many_out", num_key_value_heads=1)
+    state = tiny.load(tmp_path / "one_out", torch.bfloat16).state_dict()
+    other = tiny.load(tmp_path / "many_out", torch.bfloat16).state_dict()
+    assert all(torch.equal(tensor, other[name]) for name, tensor in state.items())
+    old = model.state_dict()
+    if config is opt:
+        q, k, v = (old[f"model.decoder.layers.1.self_attn.{name}_proj.weight"].unflatten(0, (6, 12)) for name in "qkv")
+        fused = state["transformer.h.1.attn.c_attn.weight"]
+    else:
+        name = "transformer.h.1.self_attention.query_key_value.weight"
+        q, k, v = old[name].unflatten(0, (6, 3, 12)).unbind(1)
+        fused = state[name]
+    wanted = torch.cat([q.flatten(0, 1), *(heads.float().mean(0).bfloat16() for heads in (k, v))])
+    assert torch.equal(fused, wanted)
+
+
+def test_opt_as_the_hub_has_it(tiny, tmp_path):
+    """Names that begin with `decoder.`, and positions beyond the first two tokens' worth of padding."""
+    model = tiny.tiny_model(opt())
+    make_heads_alike(model)
+    tiny.save(model, tmp_path / "in")
+    tensors = load_file(tmp_path / "in" / "model.safetensors")
+    tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(tensors, tmp_path / "in" / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "in" / "config.json").read_text())
+    config.update(prefix="</s>", kept_key=[1])
+    (tmp_path / "in" / "config.json").write_text(json.dumps(config))
+    convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=1)
+    wanted = tiny.logits(model)
+    converted = tiny.load(tmp_path / "out")
+    assert (tiny.logits(converted) - wanted).abs().max() < 2e-5 * wanted.abs().max()
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["prefix"] == "</s>" and written["kept_key"] == [1] and written["n_positions"] == 64
+    assert not {"do_layer_norm_before", "ffn_dim", "hidden_size", "word_embed_proj_dim"} & written.keys()
+    prompt = torch.tensor([[5, 6, 7, 8]])
+    wanted_tokens = model.generate(prompt, max_new_tokens=20, do_sample=False, min_new_tokens=20)
+    assert torch.equal(converted.generate(prompt, max_new_tokens=20, do_sample=False, min_new_tokens=20), wanted_tokens)
+
+
+@pytest.mark.parametrize(
+    ("config", "overrides", "message"),
+    [
+        (opt, {"do_layer_norm_before": False}, "do_layer_norm_before is false"),
+        (opt, {"word_embed_proj_dim": 24}, "word_embed_proj_dim is not hidden_size"),
+        (opt, {"_remove_final_layer_norm": True}, "_remove_final_layer_norm is true"),
+        (falcon, {"new_decoder_architecture": True, "alibi": False, "num_kv_heads": 2}, "caches every query head"),
+    ],
+)
+def test_opt_and_falcon_that_cannot_be_converted_are_refused(tiny, tmp_path, config, overrides, message):
+    path = tiny.save(tiny.tiny_model(config(**overrides)), tmp_path / "in")
+    with pytest.raises(RefusedError, match=message):
+        convert_checkpoint(path, tmp_path / "out", num_key_value_heads=1)
+
+
+def test_falcon_of_the_new_decoder_really_caches_every_head(tiny):
+    """Why it is refused: two KV heads in the weights, six in the cache."""
+    settings = {"new_decoder_architecture": True, "alibi": False, "parallel_attn": True}
+    few, all_heads = (tiny.tiny_model(falcon(**settings, num_kv_heads=count)) for count in (2, 6))
+    assert tiny.cached_bytes(few) == tiny.cached_bytes(all_heads)
+
+
+@pytest.mark.parametrize("config", TO_ONE_HEAD)
 def test_plan_knows_one_or_all(tiny, tmp_path, config):
     from headfold.recipes.plan import plan
 
