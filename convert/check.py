@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from headfold.convert.checkpoint import Checkpoint, scan
 from headfold.convert.errors import CheckpointError, RefusedError
-from headfold.convert.families.declared import FAMILIES
+from headfold.convert.families.declared import FAMILIES, MULTI_QUERY_FAMILIES
 from headfold.convert.families.describe import describe
-from headfold.convert.families.remap import remap
+from headfold.convert.families.remap import REMAPPED, remap
+from headfold.convert.header import torch_dtype
+
+_NOT_STRUCTURE = ("attn_implementation", "experts_implementation", "fusion_config", "auto_map", "transformers_weights")
+"""Config fields that say how to load or run a model rather than what it is; some could make transformers fetch code."""
 
 
 @dataclass(frozen=True)
@@ -25,29 +32,44 @@ def check_checkpoint(path: str | Path) -> list[Finding]:
     """All that is wrong or odd about a checkpoint directory; an empty list if nothing is.
 
     Files, headers and index are read, the attention layers are compared with the config, embeddings and their ties
-    too. A sound model that cannot be converted gets a warning that says why. No tensor data is read, no code is run.
+    too, and for a declared family every name and shape with transformers' class. A sound model that cannot be converted
+    gets a warning that says why. No tensor data is read, no code of the checkpoint is run.
     """
+    checkpoint, findings = _check_files(path)
+    if checkpoint is None or any(finding.severity == "error" for finding in findings):
+        return findings
+    return findings + _check_against_class(checkpoint)
+
+
+def verify_checkpoint(path: str | Path) -> Checkpoint:
+    """The opened checkpoint, checked as by `check_checkpoint` but for transformers' class, which takes seconds to load.
+
+    Raises CheckpointError with the first error.
+    """
+    checkpoint, findings = _check_files(path)
+    for finding in findings:
+        if finding.severity == "error":
+            raise CheckpointError(finding.message)
+    assert checkpoint is not None
+    return checkpoint
+
+
+def _check_files(path: str | Path) -> tuple[Checkpoint | None, list[Finding]]:
+    """The checkpoint, if there is one, and what its files, names and shapes show by themselves."""
     checkpoint, problems = scan(path)
     findings = [Finding("error", problem) for problem in problems]
     if checkpoint is None or problems:
-        return findings
+        return checkpoint, findings
     findings += [Finding("warning", warning) for warning in checkpoint.warnings]
+    target = checkpoint
     try:
-        checkpoint = remap(checkpoint)
-        describe(checkpoint)
+        target = remap(checkpoint)
+        describe(target)
     except CheckpointError as error:
         findings.append(Finding("error", str(error)))
     except RefusedError as error:
         findings.append(Finding("warning", str(error)))
-    return findings + _check_embeddings(checkpoint)
-
-
-def verify_checkpoint(path: str | Path) -> Checkpoint:
-    """The opened checkpoint. Raises CheckpointError with the first error that `check_checkpoint` finds."""
-    for finding in check_checkpoint(path):
-        if finding.severity == "error":
-            raise CheckpointError(finding.message)
-    return Checkpoint.open(path)
+    return checkpoint, findings + _check_embeddings(target)
 
 
 def _check_embeddings(checkpoint: Checkpoint) -> list[Finding]:
@@ -82,3 +104,73 @@ def _check_embeddings(checkpoint: Checkpoint) -> list[Finding]:
             )
         )
     return findings
+
+
+def _check_against_class(checkpoint: Checkpoint) -> list[Finding]:
+    """Every name and shape against the model's class: transformers' own loader is given tensors without memory and says
+    which it misses, which it has no use for, and which it expects in another shape."""
+    nested = checkpoint.config.get("text_config")
+    text = nested if isinstance(nested, dict) else checkpoint.config
+    if text.get("model_type") not in {*FAMILIES, *MULTI_QUERY_FAMILIES, *REMAPPED}:
+        return []
+    try:
+        import torch
+        import transformers
+    except ImportError:
+        return []
+    name = (checkpoint.config.get("architectures") or [None])[0]
+    model_class = getattr(transformers, name, None) if isinstance(name, str) else None
+    config_class = getattr(model_class, "config_class", None)
+    if model_class is None or getattr(config_class, "model_type", None) != checkpoint.config["model_type"]:
+        return []  # code of its own, or none named
+    kept = {key: value for key, value in checkpoint.config.items() if key not in _NOT_STRUCTURE and key[:1] != "_"}
+    tensors = {
+        entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+        for entry in checkpoint.tensors.values()
+    }
+    place = f"{checkpoint.path}:"
+    try:
+        with _quiet():
+            _, info = model_class.from_pretrained(
+                None,
+                config=config_class.from_dict(kept),
+                state_dict=tensors,
+                device_map="meta",
+                attn_implementation="eager",
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # nothing is loaded; otherwise a mismatch would be raised, not listed
+            )
+    except Exception as error:  # whatever a config or tensors that make no sense make transformers raise
+        reason = ascii((str(error).strip() or type(error).__name__).splitlines()[0][:200])
+        return [Finding("warning", f"{place} not compared with {name}, which does not take its config.json: {reason}")]
+    missing, unread = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    findings = [
+        Finding("error", f"{place} {tensor} has the shape {list(found)}, but in {name} it is {list(expected)}")
+        for tensor, found, expected in sorted(info["mismatched_keys"])
+    ]
+    if missing:
+        count = f"{len(missing)} such tensors" if len(missing) > 1 else "the only one"
+        what = f"{missing[0]} is missing ({count}): {name} would fill it with random numbers"
+        findings.append(Finding("error", f"{place} {what}"))
+    if unread:
+        count = f"{len(unread)} such tensors" if len(unread) > 1 else "the only one"
+        findings.append(Finding("warning", f"{place} {unread[0]} is not read by {name} ({count})"))
+    return findings
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """transformers without its report and its progress bar."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()

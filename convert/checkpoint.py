@@ -28,10 +28,12 @@ from typing import TYPE_CHECKING, Any
 from headfold.convert.errors import CheckpointError, RefusedError
 from headfold.convert.files import (
     copy_bytes,
+    exchange,
     io_errors,
     lock_directory,
     read_into,
     remove_abandoned,
+    settle_replaced,
     start_writing_out,
     sync_directory,
     write_all,
@@ -443,6 +445,9 @@ class CheckpointWriter:
         self._being_copied: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._lock_descriptor: int | None = None
+        with io_errors(self.output, "write", RefusedError):
+            if self.output.parent.is_dir():
+                settle_replaced(self.output)
         refuse_output(source.path, self.output, force=force)
         self._refuse_full_disk()
         self.partial = self.output.with_name(f"{self.output.name}.partial-{secrets.token_hex(4)}")
@@ -567,13 +572,15 @@ class CheckpointWriter:
         with io_errors(self.output, "write"):
             if self.output.exists():
                 refuse_output(self.source.path, self.output, force=self._force)  # it may have come up meanwhile
-                replaced = self.output.with_name(f"{self.output.name}.replaced-{secrets.token_hex(4)}")
-                self.output.rename(replaced)
-                try:
-                    self.partial.rename(self.output)
-                except OSError:
-                    replaced.rename(self.output)
-                    raise
+                replaced = self.partial  # the name of what was there before
+                if not exchange(self.partial, self.output):
+                    replaced = self.output.with_name(f"{self.output.name}.replaced-{secrets.token_hex(4)}")
+                    self.output.rename(replaced)
+                    try:
+                        self.partial.rename(self.output)
+                    except BaseException:
+                        replaced.rename(self.output)
+                        raise
                 shutil.rmtree(replaced)
             else:
                 self.partial.rename(self.output)
@@ -682,7 +689,7 @@ def _same_layout(source: Checkpoint, shapes: Mapping[str, tuple[int, ...] | None
             position += spec.nbytes
         if not aligned:
             specs.sort(key=lambda spec: -DTYPE_BITS[spec.dtype])
-    return layout
+    return {file: specs for file, specs in layout.items() if specs}  # a re-map may leave a shard without any
 
 
 def row_blocks(entry: TensorEntry, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +19,8 @@ try:
     import fcntl
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of Linux, the only user
 
 
 @contextmanager
@@ -115,6 +119,32 @@ def remove_abandoned(output: Path) -> None:
             if descriptor is not None:
                 shutil.rmtree(path, ignore_errors=True)
                 os.close(descriptor)
+
+
+def exchange(first: Path, second: Path) -> bool:
+    """Swap the names of two directories in one step. False, and nothing done, where the platform has no such step."""
+    library = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
+    renameat2 = getattr(library, "renameat2", None)  # glibc 2.28, musl 1.2.6
+    if renameat2 is None:
+        return False
+    if renameat2(_AT_FDCWD, os.fsencode(first), _AT_FDCWD, os.fsencode(second), _RENAME_EXCHANGE) == 0:
+        return True
+    error = ctypes.get_errno()
+    if error in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):  # the kernel or this file system cannot
+        return False
+    raise OSError(error, os.strerror(error), str(second))
+
+
+def settle_replaced(output: Path) -> None:
+    """Finish what a run left that was killed while it put a new directory in the place of an old one by two renames:
+    the old one goes back to its name where nothing has taken its place, and is removed where something has."""
+    pattern = re.compile(re.escape(output.name) + r"\.replaced-[0-9a-f]{8}")
+    for path in sorted(output.parent.iterdir()):
+        if pattern.fullmatch(path.name) and path.is_dir() and not path.is_symlink():
+            if os.path.lexists(output):
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.rename(output)
 
 
 def sync_directory(path: Path) -> None:

@@ -84,3 +84,55 @@ def test_a_base_model_without_a_head_is_sound(tiny, llama):
     (llama / "config.json").write_text(json.dumps({**config, "architectures": ["LlamaModel"]}))
     assert check_checkpoint(llama) == []
     assert torch.is_tensor(verify_checkpoint(llama).read("layers.0.self_attn.k_proj.weight"))
+
+
+def edit(path, tensors=(), config=()):
+    """Changes tensors (None: removes them) and config fields of a single-file checkpoint."""
+    changed = load_file(path / "model.safetensors") | dict(tensors)
+    save_file({name: t for name, t in changed.items() if t is not None}, path / "model.safetensors")
+    written = json.loads((path / "config.json").read_text()) | dict(config)
+    (path / "config.json").write_text(json.dumps(written))
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "severity", "message"),
+    [
+        (
+            {"model.norm.weight": None},
+            {},
+            "error",
+            "model.norm.weight is missing (the only one): LlamaForCausalLM would",
+        ),
+        ({f"model.layers.{i}.mlp.up_proj.weight": None for i in (0, 1)}, {}, "error", "is missing (2 such tensors)"),
+        ({"model.extra.weight": torch.ones(2)}, {}, "warning", "model.extra.weight is not read by LlamaForCausalLM"),
+        (
+            {"model.layers.1.mlp.down_proj.weight": torch.ones(48, 47)},
+            {},
+            "error",
+            "model.layers.1.mlp.down_proj.weight has the shape [48, 47], but in LlamaForCausalLM it is [48, 48]",
+        ),
+        ({}, {"mlp_bias": True}, "error", "mlp.down_proj.bias is missing (6 such tensors)"),
+        ({}, {"hidden_act": "no such thing"}, "warning", "not compared with LlamaForCausalLM"),
+    ],
+)
+def test_every_name_and_shape_is_compared_with_the_class(llama, tensors, config, severity, message):
+    edit(llama, tensors, config)
+    (finding,) = check_checkpoint(llama)
+    assert finding.severity == severity and message in finding.message and finding.message.isprintable()
+    verify_checkpoint(llama)  # which does not load the class
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"_attn_implementation": "someones/kernel", "attn_implementation": "someones/kernel"},
+        {"fusion_config": {"patch_embeddings": True}},
+        {"auto_map": {"AutoModelForCausalLM": "modeling.Model"}},
+        {"architectures": ["SomeonesOwnForCausalLM"]},
+        {"architectures": ["GPT2LMHeadModel"]},
+        {"architectures": []},
+    ],
+)
+def test_a18_what_the_config_says_about_loading_is_not_heeded(llama, config):
+    edit(llama, config=config)
+    assert check_checkpoint(llama) == []

@@ -465,6 +465,54 @@ def test_a21_with_force_the_old_output_stands_until_the_new_one_is_complete(tmp_
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="renameat2 is Linux's")
+def test_a21_with_force_old_and_new_are_swapped_in_one_step(tmp_path, monkeypatch):
+    source, output = write_single(tmp_path / "in"), tmp_path / "out"
+    copy_of(source, output)
+    (output / "old_file").write_text("old")
+    monkeypatch.setattr(Path, "rename", lambda *names: pytest.fail(f"renamed: {names}"))
+    copy_of(source, output, force=True)
+    assert not (output / "old_file").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a21_where_no_swap_is_possible_two_renames_do_and_an_error_between_them_is_undone(tmp_path, monkeypatch):
+    source, output = write_single(tmp_path / "in"), tmp_path / "out"
+    copy_of(source, output)
+    (output / "old_file").write_text("old")
+    before = files_of(output)
+    monkeypatch.setattr("headfold.convert.checkpoint.exchange", lambda first, second: False)
+    rename = Path.rename
+
+    def interrupted(path, target):
+        if ".partial-" in path.name:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            copy_of(source, output, force=True)
+    assert files_of(output) == before
+    copy_of(source, output, force=True)
+    assert not (output / "old_file").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out"]
+
+
+def test_a21_what_a_kill_between_two_renames_left_is_put_in_order_by_the_next_run(tmp_path):
+    source, output, left = write_single(tmp_path / "in"), tmp_path / "out", tmp_path / "out.replaced-0123abcd"
+    copy_of(source, output)
+    before = files_of(output)
+    output.rename(left)
+    with pytest.raises(RefusedError, match="exists already"):
+        copy_of(source, output)
+    assert files_of(output) == before and not left.exists()
+    left.mkdir()
+    (tmp_path / "out.replaced-by-me").mkdir()
+    copy_of(source, output, force=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out", "out.replaced-by-me"]
+
+
 def test_a21_an_unsound_result_is_not_published(tmp_path, monkeypatch):
     source = write_single(tmp_path / "in")
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headfold.convert import convert_checkpoint
+from headfold.convert.check import check_checkpoint
 from headfold.convert.checkpoint import Checkpoint
 from headfold.convert.errors import CheckpointError, RefusedError
 from headfold.convert.families import describe
@@ -50,8 +51,10 @@ def test_a11_a12_a13_identity_at_as_many_heads_and_planted_solution_at_fewer(tin
     wanted = tiny.logits(gqa)
     expanded = tiny.load(tiny.expand(tmp_path / "gqa", tmp_path / "expanded", 6))
     assert (tiny.logits(expanded) - wanted).abs().max() < TOLERANCE, "the oracle itself"
+    assert check_checkpoint(tmp_path / "mha") == []
     for method in ("mean", "first"):
         convert_checkpoint(tmp_path / "expanded", tmp_path / method, num_key_value_heads=2, method=method)
+        assert check_checkpoint(tmp_path / method) == []
         converted = tiny.load(tmp_path / method)
         assert (tiny.logits(converted) - wanted).abs().max() < TOLERANCE
         assert 3 * tiny.cached_bytes(converted) == tiny.cached_bytes(expanded)
@@ -216,7 +219,7 @@ def test_families_without_a_kv_field_are_refused_and_have_none(family):
 
     from headfold.convert.families import attention_config
 
-    if family not in ("falcon", "phi4_multimodal"):
+    if family != "phi4_multimodal":
         assert "num_key_value_heads" not in getattr(CONFIG_MAPPING[family], "__annotations__", {})
     with pytest.raises(RefusedError, match=f"^{family}: cannot be converted: .+") as caught:
         attention_config({"model_type": family, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4})
