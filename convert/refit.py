@@ -265,8 +265,12 @@ def rotate(x: Tensor, rotation: Tensor, rotary: Rotary) -> Tensor:
     """Heads (..., T, D) with their rotary pairs multiplied by complex numbers (T, P)."""
     if rotary.kind == "none":
         return x
-    real, imaginary = pair_channels(rotary, x.device)
-    turned = x.clone()
+    # Slices, because indexing with the numbers of the channels would copy them one by one.
+    size, half = rotary.num_channels, rotary.num_channels // 2
+    real, imaginary = (
+        (slice(half), slice(half, size)) if rotary.kind == "half" else (slice(0, size, 2), slice(1, size, 2))
+    )
+    turned = x.clone() if size < x.shape[-1] else torch.empty_like(x)
     turned[..., real] = x[..., real] * rotation.real - x[..., imaginary] * rotation.imag
     turned[..., imaginary] = x[..., imaginary] * rotation.real + x[..., real] * rotation.imag
     return turned
