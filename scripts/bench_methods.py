@@ -1,12 +1,12 @@
 """What each way of merging heads costs: the tables of docs/fold.md, cell by cell.
 
     python scripts/bench_methods.py quickstart --methods fold mean --counts 4 2 1 --seeds 0 1 2
-    python scripts/bench_methods.py windows MODEL --counts 1 --calibration CALIBRATION.txt --text TEXT.txt
+    python scripts/bench_methods.py windows MODEL --counts 1 --calibration CALIBRATION.txt --text TEXT.txt OTHER.txt
 
 `quickstart` converts the shipped model and uptrains it by its recipe (--no-uptrain leaves that out); perplexity is the
 recipe's. `windows` converts any model with each number of --tokens, and measures perplexity over windows of 512 tokens
-of a text, each on its own, without special tokens. Every finished cell is written to --results at once, and cells that
-are there are not measured again, so that a run can be stopped at any time and goes on where it was.
+of each text, every window on its own, without special tokens. Every finished cell is written to --results at once, and
+cells that are there are not measured again, so that a run can be stopped at any time and goes on where it was.
 """
 
 from __future__ import annotations
@@ -93,11 +93,14 @@ def quickstart(arguments: argparse.Namespace) -> None:
 
 def windows(arguments: argparse.Namespace) -> None:
     first, stop = arguments.windows
-    text_name = Path(arguments.text).name
-    conditions = {"text": text_name, "windows": [first, stop], "window_tokens": 512, "tokenizer": "no special tokens"}
+    conditions = {"windows": [first, stop], "window_tokens": 512, "tokenizer": "no special tokens"}
     results = Results(arguments.results, {arguments.model.name: _conditions(**conditions)})
     model = arguments.model
-    results.add(f"{model.name}/original", lambda: {"perplexity": perplexity(model, arguments.text, first, stop)})
+
+    def perplexities(path: Path) -> dict[str, float]:
+        return {Path(text).name: perplexity(path, text, first, stop) for text in arguments.text}
+
+    results.add(f"{model.name}/original", lambda: {"perplexity": perplexities(model)})
 
     def measure(method: str, grouping: str, count: int, tokens: int, seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="headfold-bench-") as directory:
@@ -105,7 +108,7 @@ def windows(arguments: argparse.Namespace) -> None:
             if method in CALIBRATED:
                 options |= {"calibration": arguments.calibration, "calibration_tokens": tokens}
             seconds, layers = convert(model, Path(directory, "out"), method, **options)
-            cell = {"perplexity": perplexity(Path(directory, "out"), arguments.text, first, stop)}
+            cell = {"perplexity": perplexities(Path(directory, "out"))}
             return {**cell, "convert_seconds": seconds, "layers": layers if arguments.layers else len(layers)}
 
     for seed in arguments.seeds:
@@ -174,7 +177,7 @@ def main() -> None:
     curve.add_argument("--counts", nargs="+", type=int, default=[1])
     curve.add_argument("--seeds", nargs="+", type=int, default=[0])
     curve.add_argument("--calibration", required=True, help="calibration text")
-    curve.add_argument("--text", required=True, help="text to measure on")
+    curve.add_argument("--text", nargs="+", required=True, help="texts to measure on")
     curve.add_argument("--windows", nargs=2, type=int, default=[16, 40], metavar=("FIRST", "STOP"))
     curve.add_argument("--layers", action="store_true", help="keep the statistics of each layer")
     curve.set_defaults(run=windows)

@@ -1,4 +1,4 @@
-"""Writes the tables of README.md and docs/kernels.md from the results kept in docs/results/.
+"""Writes the tables of README.md, docs/fold.md and docs/kernels.md from the results kept in docs/results/.
 
 python scripts/readme_tables.py            # rewrites the pages
 python scripts/readme_tables.py --check    # exit code 1 where a table is not what the results say
@@ -157,13 +157,70 @@ def first_token_table() -> str:
     return table(rows, "rrrr")
 
 
+def quickstart_methods_table() -> str:
+    """Perplexity of the shipped model by method and number of KV heads, converted and after uptraining."""
+    cells: dict[tuple[str, str], dict[int, list[dict[str, float]]]] = {}
+    for name, cell in read("methods")["cells"].items():
+        _, method, grouping, count, *_ = name.split("/")
+        cells.setdefault((method, grouping), {}).setdefault(int(count), []).append(cell)
+    counts = sorted({count for of_method in cells.values() for count in of_method}, reverse=True)
+    rows: list[list[Any]] = [
+        ["method", *(f"{count} heads, {when}" for count in counts for when in ("converted", "uptrained"))]
+    ]
+    before = {cell["before"] for of_method in cells.values() for seeds in of_method.values() for cell in seeds}
+    for (method, grouping), of_method in sorted(cells.items(), key=lambda item: _METHODS.index(item[0][0])):
+        row = [method if method not in ("fold", "aligned") else f"{method}, {grouping}"]
+        for count in counts:
+            seeds = of_method.get(count, [])
+            row += [
+                _mean_and_range([cell[stage] for cell in seeds if stage in cell])
+                for stage in ("converted", "uptrained")
+            ]
+        rows.append(row)
+    return f"{table(rows, 'l' + 'rr' * len(counts))}\n\nBefore: {min(before):.2f}."
+
+
+_METHODS = ("fold", "aligned", "mean", "first", "random")
+
+
+def _mean_and_range(values: list[float]) -> str:
+    """The mean, and how far the values lie around it where there are several that differ."""
+    if not values:
+        return ""
+    mean = sum(values) / len(values)
+    text = f"{mean:.2f}" if mean < 1000 else f"{mean:,.0f}"
+    spread = max(abs(value - mean) for value in values)
+    return f"{text} ± {spread:.2g}" if spread > 5e-3 else text
+
+
+def smollm2_table() -> str:
+    """SmolLM2-135M from 3 KV heads to one: perplexity by method and calibration tokens, and its multiple."""
+    cells = read("smollm2")["cells"]
+    original = cells["smollm2/original"]["perplexity"]
+    texts = list(original)
+    rows: list[list[Any]] = [["method", "calibration tokens", "seconds", *texts]]
+    rows.append(["original", "", "", *(f"{original[text]:.2f}" for text in texts)])
+    for name, cell in sorted(cells.items(), key=lambda item: -item[1]["perplexity"][texts[0]]):
+        if name == "smollm2/original":
+            continue
+        _, method, _, _, *calibration, _ = name.split("/")
+        tokens = f"{int(calibration[1].split()[0]):,}" if calibration else ""
+        values = (
+            f"{cell['perplexity'][text]:,.1f} ({cell['perplexity'][text] / original[text]:,.2f} x)" for text in texts
+        )
+        rows.append([method, tokens, f"{cell['convert_seconds']:.0f}", *values])
+    return table(rows, "lrr" + "r" * len(texts))
+
+
 TABLES = {
+    "quickstart_methods": quickstart_methods_table,
+    "smollm2": smollm2_table,
     "quickstart": quickstart_table,
     "compiled": compiled_table,
     "cpu_decode": cpu_decode_table,
     "first_token": first_token_table,
 }
-PAGES = (ROOT / "README.md", ROOT / "docs" / "kernels.md")
+PAGES = (ROOT / "README.md", ROOT / "docs" / "fold.md", ROOT / "docs" / "kernels.md")
 
 
 def with_tables(text: str) -> str:
