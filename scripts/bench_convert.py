@@ -3,15 +3,14 @@
     python scripts/bench_convert.py --layers 32 --rounds 3 --directory /big/disk
 
 makes a Llama-2-7B-shaped bfloat16 checkpoint (13.5 GB in three shards; fewer --layers scale it down), runs the two in
-turn, and prints one JSON object: wall seconds of every round, their ratio pair by pair, and the peak resident size of
-each process as the operating system counted it. Needs about three times the checkpoint's size on the disk.
+turn, and prints one JSON object: wall and CPU seconds of every round, the ratio of the wall seconds pair by pair, and
+the peak resident size, as the operating system counted them. Needs about three times the checkpoint's size on the disk.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import statistics
@@ -19,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from headfold.convert.header import TensorSpec, encode_header
@@ -84,8 +84,16 @@ def write_checkpoint(path: Path, num_layers: int) -> int:
     return total
 
 
-def run(command: list[str]) -> tuple[float, int]:
-    """Wall seconds of a command and the `sync` after it, and the command's peak resident size in bytes."""
+@dataclass(frozen=True)
+class Run:
+    """Wall seconds of a command and the `sync` after it; CPU seconds and peak resident bytes of the command alone."""
+
+    seconds: float
+    cpu_seconds: float
+    peak_bytes: int
+
+
+def run(command: list[str]) -> Run:
     started = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)
@@ -94,7 +102,7 @@ def run(command: list[str]) -> tuple[float, int]:
         raise SystemExit(f"{command[0]} ended with exit code {process.returncode}")
     os.sync()
     unit = 1 if sys.platform == "darwin" else 1024
-    return time.perf_counter() - started, usage.ru_maxrss * unit
+    return Run(time.perf_counter() - started, usage.ru_utime + usage.ru_stime, usage.ru_maxrss * unit)
 
 
 def main() -> None:
@@ -111,31 +119,34 @@ def main() -> None:
         os.sync()
         convert = [sys.executable, "-m", "headfold.scripts", "convert", str(source), str(converted), "--method", "mean"]
         convert += ["--kv-heads", str(arguments.kv_heads)]
-        _, torch_alone = run([sys.executable, "-c", "import torch"])
-        copies, conversions, peaks = [], [], []
+        torch_alone = run([sys.executable, "-c", "import torch"]).peak_bytes
+        copies, conversions = [], []
         for _ in range(arguments.rounds):
-            copies.append(run(["cp", "-r", str(source), str(copy)])[0])
+            copies.append(run(["cp", "-r", str(source), str(copy)]))
             shutil.rmtree(copy)
             os.sync()
-            seconds, peak = run(convert)
-            conversions.append(seconds)
-            peaks.append(peak)
+            conversions.append(run(convert))
             shutil.rmtree(converted)
             os.sync()
     largest = HIDDEN * HIDDEN * 2
+    peak = max(conversion.peak_bytes for conversion in conversions)
+    mean_seconds = statistics.fmean(conversion.seconds for conversion in conversions)
+    ratios = [conversion.seconds / copied.seconds for copied, conversion in zip(copies, conversions, strict=True)]
     result = {
         "layers": arguments.layers,
         "checkpoint_bytes": total,
-        "cp_and_sync_seconds": [round(seconds, 2) for seconds in copies],
-        "convert_and_sync_seconds": [round(seconds, 2) for seconds in conversions],
-        "convert_over_cp": round(statistics.median(b / a for a, b in zip(copies, conversions, strict=True)), 3),
-        "peak_resident_bytes": max(peaks),
+        "cp_and_sync_seconds": [round(copied.seconds, 2) for copied in copies],
+        "convert_and_sync_seconds": [round(conversion.seconds, 2) for conversion in conversions],
+        "convert_over_cp": round(statistics.median(ratios), 3),
+        "cp_cpu_seconds": [round(copied.cpu_seconds, 2) for copied in copies],
+        "convert_cpu_seconds": [round(conversion.cpu_seconds, 2) for conversion in conversions],
+        "peak_resident_bytes": peak,
         "python_with_torch_resident_bytes": torch_alone,
-        "peak_above_python_with_torch_bytes": max(peaks) - torch_alone,
+        "peak_above_python_with_torch_bytes": peak - torch_alone,
         "largest_key_value_tensor_bytes": largest,
         "cpus": os.cpu_count(),
         "load_average": [round(value, 2) for value in os.getloadavg()],
-        "gigabytes_per_second": round(total / 1e9 / math.fsum(conversions) * len(conversions), 3),
+        "gigabytes_per_second": round(total / 1e9 / mean_seconds, 3),
     }
     print(json.dumps(result, indent=2))
 
