@@ -8,6 +8,8 @@ headfold's own tensor code.
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from headfold.convert.calibrate import fold_layers
 from headfold.convert.checkpoint import Checkpoint
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import describe
+from headfold.recipes.schema import SHIPPED
 
 HEAD_DIM, NUM_HEADS = 12, 6
 
@@ -33,15 +36,15 @@ def pairs_of(kind: str, num_channels: int) -> list[tuple[int, int]]:
     return [(p, p + half) if kind == "half" else (2 * p, 2 * p + 1) for p in range(half)]
 
 
-def invariance(kind: str, num_channels: int, generator: torch.Generator) -> torch.Tensor:
+def invariance(kind: str, num_channels: int, generator: torch.Generator, head_dim: int = HEAD_DIM) -> torch.Tensor:
     """A random matrix (D, D) that rotary commutes with: complex factors of modulus 1/2 to 2, any matrix on the rest."""
-    matrix = torch.zeros(HEAD_DIM, HEAD_DIM, dtype=torch.float64)
+    matrix = torch.zeros(head_dim, head_dim, dtype=torch.float64)
     for a, b in pairs_of(kind, num_channels):
         angle, modulus = torch.rand(2, generator=generator, dtype=torch.float64) * torch.tensor([6.28, 1.5])
         re, im = (modulus + 0.5) * angle.cos(), (modulus + 0.5) * angle.sin()
         matrix[[a, a, b, b], [a, b, a, b]] = torch.stack([re, -im, im, re])
-    rest = slice(num_channels, HEAD_DIM)
-    matrix[rest, rest] = conditioned(HEAD_DIM - num_channels, generator)
+    rest = slice(num_channels, head_dim)
+    matrix[rest, rest] = conditioned(head_dim - num_channels, generator)
     return matrix
 
 
@@ -51,7 +54,9 @@ def conditioned(size: int, generator: torch.Generator) -> torch.Tensor:
     return left * (1 + 9 * torch.rand(size, generator=generator, dtype=torch.float64)) @ right
 
 
-def scramble(path: Path, rotary_of_layer: list[tuple[str, int]], num_kv_heads: int, seed: int = 0) -> None:
+def scramble(
+    path: Path, rotary_of_layer: list[tuple[str, int]], num_kv_heads: int, seed: int = 0, head_dim: int = HEAD_DIM
+) -> None:
     """Change the weights of a checkpoint in place, and not what it computes."""
     generator = torch.Generator().manual_seed(seed)
     file = path / "model.safetensors"
@@ -62,14 +67,14 @@ def scramble(path: Path, rotary_of_layer: list[tuple[str, int]], num_kv_heads: i
         prefix = f"{prefix}layers.{layer}.self_attn."
         output = next(o for o in ("o_proj", "dense") if f"{prefix}{o}.weight" in tensors)
         order = torch.randperm(num_kv_heads, generator=generator)
-        turns = torch.stack([invariance(kind, num_channels, generator) for _ in range(num_kv_heads)])
-        mixes = torch.stack([conditioned(HEAD_DIM, generator) for _ in range(num_kv_heads)])
+        turns = torch.stack([invariance(kind, num_channels, generator, head_dim) for _ in range(num_kv_heads)])
+        mixes = torch.stack([conditioned(head_dim, generator) for _ in range(num_kv_heads)])
 
         def change(name: str, maps: torch.Tensor, order: torch.Tensor = order, prefix: str = prefix) -> None:
             for part in ("weight", "bias"):
                 tensor = tensors.get(f"{prefix}{name}.{part}")
                 if tensor is not None:
-                    heads = tensor.double().unflatten(0, (-1, HEAD_DIM)).unflatten(0, (num_kv_heads, -1))
+                    heads = tensor.double().unflatten(0, (-1, head_dim)).unflatten(0, (num_kv_heads, -1))
                     moved = torch.einsum("gde,gqe...->gqd...", maps, heads)[order]
                     tensors[f"{prefix}{name}.{part}"] = moved.flatten(0, 2).to(tensor.dtype).contiguous()
 
@@ -77,7 +82,7 @@ def scramble(path: Path, rotary_of_layer: list[tuple[str, int]], num_kv_heads: i
         change("k_proj", turns)
         change("v_proj", mixes)
         weight = tensors[f"{prefix}{output}.weight"]
-        heads = weight.double().unflatten(1, (num_kv_heads, group, HEAD_DIM))
+        heads = weight.double().unflatten(1, (num_kv_heads, group, head_dim))
         moved = torch.einsum("egqd,gdc->egqc", heads, torch.linalg.inv(mixes))[:, order]
         tensors[f"{prefix}{output}.weight"] = moved.flatten(1).to(weight.dtype).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
@@ -154,6 +159,34 @@ def test_planted_heads_of_a_fused_layout_fold_back(tiny, tmp_path, monkeypatch):
 
 
 PLANTED["half-without-biases"] = ("llama", {"hidden_size": 72}, [("half", 12)] * 2)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    "HEADFOLD_SMOLLM2" not in os.environ,
+    reason="HEADFOLD_SMOLLM2 names no directory with SmolLM2-135M (9 query heads on 3 KV heads) as a plain checkpoint",
+)
+def test_a_real_model_with_planted_heads_folds_back(tiny, tmp_path):
+    original = Path(os.environ["HEADFOLD_SMOLLM2"])
+    expanded = tiny.expand(original, tmp_path / "expanded", 9)
+    shutil.copy(original / "tokenizer.json", expanded)
+    shutil.copy(original / "tokenizer_config.json", expanded)
+    scramble(expanded, [("half", 64)] * 30, 9, head_dim=64)
+    logits = tiny.logits(tiny.load(original))
+    assert relative(tiny.logits(tiny.load(expanded)), logits) < 1e-4
+    text = str(SHIPPED / "quickstart_text" / "eval.jsonl")
+    convert_checkpoint(
+        expanded,
+        tmp_path / "folded",
+        num_key_value_heads=3,
+        grouping="similar",
+        calibration=text,
+        calibration_tokens=4096,
+    )
+    error = relative(tiny.logits(tiny.load(tmp_path / "folded")), logits)
+    convert_checkpoint(expanded, tmp_path / "mean", num_key_value_heads=3)
+    print(f"relative error of the logits: fold {error:.1e}")
+    assert error < 1e-3 and relative(tiny.logits(tiny.load(tmp_path / "mean")), logits) > 0.1
 
 
 @pytest.mark.parametrize("method", ["fold", "aligned", "mean", "first"])
