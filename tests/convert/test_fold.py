@@ -61,7 +61,6 @@ def scramble(
     generator = torch.Generator().manual_seed(seed)
     file = path / "model.safetensors"
     tensors = load_file(file)
-    group = NUM_HEADS // num_kv_heads
     for layer, (kind, num_channels) in enumerate(rotary_of_layer):
         prefix = next(name for name in tensors if f"layers.{layer}." in name).split("layers.")[0]
         prefix = f"{prefix}layers.{layer}.self_attn."
@@ -82,7 +81,7 @@ def scramble(
         change("k_proj", turns)
         change("v_proj", mixes)
         weight = tensors[f"{prefix}{output}.weight"]
-        heads = weight.double().unflatten(1, (num_kv_heads, group, head_dim))
+        heads = weight.double().unflatten(1, (num_kv_heads, -1, head_dim))
         moved = torch.einsum("egqd,gdc->egqc", heads, torch.linalg.inv(mixes))[:, order]
         tensors[f"{prefix}{output}.weight"] = moved.flatten(1).to(weight.dtype).contiguous()
     save_file(tensors, file, metadata={"format": "pt"})
@@ -213,8 +212,8 @@ def orthogonal(size: int, generator: torch.Generator) -> torch.Tensor:
     return torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64)).Q
 
 
-def phases(kind: str, num_channels: int, generator: torch.Generator) -> torch.Tensor:
-    matrix = torch.eye(HEAD_DIM, dtype=torch.float64)
+def phases(kind: str, num_channels: int, generator: torch.Generator, head_dim: int) -> torch.Tensor:
+    matrix = torch.eye(head_dim, dtype=torch.float64)
     for a, b in pairs_of(kind, num_channels):
         angle = 6.28 * torch.rand((), generator=generator, dtype=torch.float64)
         matrix[[a, a, b, b], [a, b, a, b]] = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()])
