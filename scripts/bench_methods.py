@@ -164,7 +164,7 @@ def main() -> None:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument("--groupings", nargs="+", default=["adjacent"], choices=["adjacent", "similar"])
     shared.add_argument("--tokens", nargs="+", type=int, default=[65536], help="calibration tokens")
-    shared.add_argument("--results", type=Path, default=ROOT / "docs" / "results" / "methods.json")
+    shared.add_argument("--results", type=Path, help="JSON file; default: docs/results/methods.json or MODEL.json")
     table = commands.add_parser("quickstart", parents=[shared])
     table.add_argument("--methods", nargs="+", default=["fold", "aligned", "mean", "first", "random"])
     table.add_argument("--counts", nargs="+", type=int, default=[4, 2, 1])
@@ -182,6 +182,9 @@ def main() -> None:
     curve.add_argument("--layers", action="store_true", help="keep the statistics of each layer")
     curve.set_defaults(run=windows)
     arguments = parser.parse_args()
+    if arguments.results is None:
+        name = "methods" if arguments.run is quickstart else arguments.model.name
+        arguments.results = ROOT / "docs" / "results" / f"{name}.json"
     arguments.run(arguments)
 
 
