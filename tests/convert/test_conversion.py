@@ -248,6 +248,13 @@ def test_a14_quantised_tensors_are_refused(llama, tmp_path):
             convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
 
 
+def test_a_config_that_names_another_weight_file_is_refused(llama, tmp_path):
+    """transformers would load that file in place of what was converted."""
+    change_config(llama, transformers_weights="other.safetensors")
+    with pytest.raises(RefusedError, match=r"transformers_weights .*'other.safetensors'"):
+        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
+
+
 def test_a18_code_in_the_directory_is_kept_and_not_run(llama, tmp_path):
     code = f"import pathlib\npathlib.Path({str(tmp_path / 'ran')!r}).touch()\n"
     for name in ("modeling_own.py", "configuration_own.py", "conftest.py", "__init__.py", "torch.py"):
