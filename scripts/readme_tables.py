@@ -127,9 +127,11 @@ def cpu_decode_table() -> str:
     steps = kept["step"]
     step_lengths = sorted({point["num_keys"] for point in steps})
     step_rows: list[list[Any]] = [["whole step of a small model", *(f"{n} keys" for n in step_lengths)]]
-    for kind in dict.fromkeys((point["batch_size"], point["padded"]) for point in steps):
-        of_kind = {p["num_keys"]: f"{p['ratio']:.2f}" for p in steps if (p["batch_size"], p["padded"]) == kind}
-        step_rows.append([f"batch {kind[0]}{', padded' if kind[1] else ''}", *(of_kind[n] for n in step_lengths)])
+    for batch_size, padded in dict.fromkeys((point["batch_size"], point["padded"]) for point in steps):
+        of_kind = {
+            p["num_keys"]: f"{p['ratio']:.2f}" for p in steps if (p["batch_size"], p["padded"]) == (batch_size, padded)
+        }
+        step_rows.append([f"batch {batch_size}{', padded' if padded else ''}", *(of_kind[n] for n in step_lengths)])
     difference = max(point["largest_difference"] for point in points + steps if point.get("dtype") != "bfloat16")
     return "\n\n".join(
         [
