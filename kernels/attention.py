@@ -199,14 +199,20 @@ def headfold_mask(*, q_length: int, config: Any = None, **kwargs: Any) -> torch.
     if is_causal and not (isinstance(q_offset, torch.Tensor) and q_offset.device.type != "cpu"):
         # The padding says it all: the keys up to the token's own.
         end = int(q_offset) + 1 - kv_offset
-        allowed_bn = None if padding is None else padding[:, kv_offset : kv_offset + end]
+        allowed_bn = None if padding is None else padding[:, kv_offset : kv_offset + end].bool()
         if allowed_bn is None or bool(allowed_bn.all()):
             end = end if allowed_bn is None else allowed_bn.shape[1]
             if end == kv_length and kwargs.get("allow_is_causal_skip", True):
                 return None
             size = kwargs["batch_size"]
-            spans = torch.tensor([[0] * size, [end] * size], dtype=torch.int32, device=kwargs.get("device"))
-            return spans.t()[:, None, None, :]
+            return _spans([0] * size, [end] * size, kwargs.get("device"))
+        if not runs_triton(allowed_bn.device.type) and bool((allowed_bn[:, :-1] <= allowed_bn[:, 1:]).all()):
+            # Padding on the left only, for a step that goes to SDPA: what `_common_span` would make is at hand.
+            end = allowed_bn.shape[1]
+            starts = [end - count for count in allowed_bn.sum(dim=1).tolist()]
+            spans = _spans(starts, [end] * len(starts), allowed_bn.device)
+            spans.__dict__["common_spans"] = {None: (0, end, allowed_bn[:, None, None, :])}
+            return spans
         mask = None
     else:
         kwargs |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
@@ -220,12 +226,17 @@ def headfold_mask(*, q_length: int, config: Any = None, **kwargs: Any) -> torch.
     start = allowed_bn.argmax(dim=1)
     end = torch.where(count > 0, allowed_bn.shape[1] - allowed_bn.flip(1).argmax(dim=1), start)
     if bool((end - start == count).all()):
-        # As above, starts and ends each contiguous in memory: the kernels read them as they are.
+        # Laid out as in `_spans`.
         return torch.stack([start, end]).to(torch.int32).t()[:, None, None, :]
     if mask is None:
         kwargs["allow_is_causal_skip"] = False
         mask = sdpa_mask(q_length=q_length, config=config, **kwargs)
     return mask
+
+
+def _spans(starts: list[int], ends: list[int], device: torch.device | None) -> torch.Tensor:
+    """(B, 1, 1, 2) int32; starts and ends each contiguous in memory: the kernels read them as they are."""
+    return torch.tensor([starts, ends], dtype=torch.int32, device=device).t()[:, None, None, :]
 
 
 def _is_spans(mask: torch.Tensor | None) -> bool:
@@ -252,8 +263,7 @@ def _common_span(spans: torch.Tensor, window: int | None) -> tuple[int, int, tor
         first, end = max(min(starts, default=0), 0), max(ends, default=0)
         mask = None
         if starts.count(first) != len(starts) or ends.count(end) != len(ends):
-            rows = torch.tensor([starts, ends], dtype=torch.int32, device=spans.device).t()[:, None, None, :]
-            mask = spans_to_mask(rows - first, end - first)
+            mask = spans_to_mask(_spans(starts, ends, spans.device) - first, end - first)
         known[window] = first, end, mask
     return known[window]
 

@@ -575,6 +575,7 @@ def measure(
         point.microseconds = seconds * 1e6
         point.share_of_copy_bandwidth = point.bytes_read / seconds / bandwidth
         ours = call()
+        assert isinstance(ours, torch.Tensor)  # no log-sum-exp was asked for
         for peer, make in peers(run, point, arguments, options).items():
             if time.monotonic() > deadline:
                 left_out.append(f"{name}: {peer}: out of time")

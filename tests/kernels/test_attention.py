@@ -241,12 +241,31 @@ def test_d17_one_token_on_cpus_is_the_reference(window, ends, starts):
         assert (found[:, 0] - expected).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("num_slots", [6, 10])
+@pytest.mark.parametrize("window", [None, 3])
+def test_d17_padding_on_the_left_is_the_mask_on_cpus(num_slots, window):
+    """The padding that goes with its spans says what they say. Slots that are not filled yet hold NaN."""
+    module = SimpleNamespace(is_causal=True, num_key_value_groups=2, training=False)
+    padding = torch.tensor([[0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 1], [0, 0, 0, 0, 0, 1]])
+    q, k, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, num_slots, 16), torch.randn(3, 2, num_slots, 16)
+    k[:, :, 6:], v[:, :, 6:] = torch.nan, torch.nan
+    for dtype in (torch.bool, torch.int64):
+        spans = headfold_mask(
+            batch_size=3, q_length=1, kv_length=num_slots, q_offset=5, attention_mask=padding.to(dtype)
+        )
+        assert spans[:, 0, 0].tolist() == [[2, 6], [1, 6], [5, 6]]
+        found, _ = headfold_attention(module, q, k, v, spans, sliding_window=window)
+        alone = spans.clone()  # without what goes with it
+        assert not alone.__dict__
+        expected, _ = headfold_attention(module, q, k, v, alone, sliding_window=window)
+        assert (found - expected).abs().max() < 1e-6
+
+
 def test_prefill_in_blocks():
     """More query tokens than one block of the plain path, capped, against the reference one token at a time."""
     module = SimpleNamespace(is_causal=True)
     num_tokens = 530
     q, k, v = (torch.randn(1, heads, num_tokens, 16) for heads in (4, 2, 2))
-    found, _ = headfold_attention(module, q, k, v, None, softcap=3.0, s_aux=torch.randn(4), scaling=0.5)
     sinks = torch.randn(4)
     found, _ = headfold_attention(module, q, k, v, None, softcap=3.0, s_aux=sinks, scaling=0.5)
     for t in (0, 1, 511, 512, 529):
