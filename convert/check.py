@@ -121,7 +121,7 @@ def _check_against_class(checkpoint: Checkpoint) -> list[Finding]:
     name = (checkpoint.config.get("architectures") or [None])[0]
     model_class = getattr(transformers, name, None) if isinstance(name, str) else None
     config_class = getattr(model_class, "config_class", None)
-    if model_class is None or getattr(config_class, "model_type", None) != checkpoint.config["model_type"]:
+    if model_class is None or config_class is None or config_class.model_type != checkpoint.config["model_type"]:
         return []  # code of its own, or none named
     kept = {key: value for key, value in checkpoint.config.items() if key not in _NOT_STRUCTURE and key[:1] != "_"}
     tensors = {

@@ -62,7 +62,8 @@ def run_transformers(request: dict[str, Any], attention: str = "sdpa") -> dict[s
     )
     differing = {key: sorted(map(str, info[key])) for key in info if info[key]}
     assert not differing, f"keys that differ from the class's: {differing}"
-    tokens, gaps = [], []
+    tokens: list[list[int]] = []
+    gaps: list[list[float]] = []
     cache: Any = None
     with torch.no_grad():
         for prompt in request["prompts"]:
@@ -213,7 +214,7 @@ def compare(wanted: list[list[int]], gaps: list[list[float]], found: list[list[i
         same = 0
         while same < min(len(expected), len(tokens)) and tokens[same] == expected[same]:
             same += 1
-        first = None
+        first: dict[str, Any] | None = None
         if same < len(expected):
             theirs = tokens[same] if same < len(tokens) else None
             first = {"position": same, "ours": expected[same], "theirs": theirs}
