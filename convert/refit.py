@@ -160,7 +160,7 @@ class _LogitProblem:
                 mapped = self._rotate(raw[window] if maps is None else raw[window] @ maps.mT, at)
                 products = self._products(mapped, keys[window])
                 residual = self._residual(window, products, with_target=maps is None)
-                back = residual @ keys[window].repeat_interleave(len(residual) // self._num_key_heads, 0)
+                back = (self._by_key_head(residual) @ keys[window]).view_as(mapped)
                 total += self._rotate_back(back, at).mT @ raw[window]
             return total / self._num_queries
 
@@ -194,7 +194,7 @@ class _LogitProblem:
                 keys = self._keys(window, weights) if change is None else self._rotate(inputs[window] @ change.mT)
                 products = self._products(queries[window], keys)
                 residual = self._residual(window, products, with_target=change is None)
-                back = (residual.mT @ queries[window]).unflatten(0, (self._num_key_heads, -1)).sum(1)
+                back = self._by_key_head(residual).mT @ self._by_key_head(queries[window])
                 total += self._rotate_back(back).mT @ inputs[window]
             return total / self._num_queries
 
@@ -225,8 +225,11 @@ class _LogitProblem:
 
     def _products(self, queries: Tensor, keys: Tensor) -> Tensor:
         """(H, S, T)."""
-        grouped = queries.unflatten(0, (self._num_key_heads, -1))
-        return (grouped @ keys[:, None].mT).flatten(0, 1)
+        return (self._by_key_head(queries) @ keys.mT).view(*queries.shape[:2], -1)
+
+    def _by_key_head(self, x: Tensor) -> Tensor:
+        """(H, S, ...) as (N, H/N*S, ...): one large product for each KV head in place of a small one for each query."""
+        return x.reshape(self._num_key_heads, -1, x.shape[-1])
 
     def _residual(self, window: int, products: Tensor, *, with_target: bool) -> Tensor:
         """The residuals r of the products (H, S, T), in their place."""
