@@ -95,7 +95,7 @@ def compiled_table() -> str:
                 f"sm_{build['capability']}, {build['q_dtype']} over {build['cache_dtype']}, D {build['head_dim']}, "
                 f"groups of {build['group_size']}"
             )
-            faulty.setdefault(kind, []).append(f"{_layout(build['page_size'])}: {', '.join(build['faults'])}")
+            faulty.setdefault(kind, []).append(f"{_layout(build)}: {', '.join(build['faults'])}")
     total, sound = len(kept["builds"]), sum(not build["faults"] for build in kept["builds"])
     lines = [
         f"{sound} of {total} builds (Triton {kept['triton']}) are sound: K/V copies as wide as rows allow, no spills, "
@@ -111,8 +111,11 @@ def compiled_table() -> str:
     return "\n".join(lines).rstrip()
 
 
-def _layout(page_size: int | None) -> str:
-    return "contiguous" if page_size is None else f"pages of {page_size}"
+def _layout(build: dict[str, Any]) -> str:
+    text = "contiguous" if build["page_size"] is None else f"pages of {build['page_size']}"
+    if build["key_scales"] == "channel":
+        text += ", scales of K per channel"
+    return text + (", window" if build["window"] else "")
 
 
 def cpu_decode_table() -> str:
@@ -162,8 +165,11 @@ def first_token_table() -> str:
 def quickstart_methods_table() -> str:
     """Perplexity of the shipped model by method and number of KV heads, converted and after uptraining."""
     cells: dict[tuple[str, str], dict[int, list[dict[str, float]]]] = {}
-    for name, cell in read("methods")["cells"].items():
-        _, method, grouping, count, *_ = name.split("/")
+    kept = read("methods")["cells"]
+    for name, cell in kept.items():
+        _, method, grouping, count, seed, *only = name.split("/")
+        if only and f"quickstart/{method}/{grouping}/{count}/{seed}" in kept:
+            continue  # that cell has the uptrained model as well
         cells.setdefault((method, grouping), {}).setdefault(int(count), []).append(cell)
     counts = sorted({count for of_method in cells.values() for count in of_method}, reverse=True)
     rows: list[list[Any]] = [
@@ -210,7 +216,8 @@ def smollm2_table() -> str:
         values = (
             f"{cell['perplexity'][text]:,.1f} ({cell['perplexity'][text] / original[text]:,.2f} x)" for text in texts
         )
-        rows.append([method, tokens, f"{cell['convert_seconds']:.0f}", *values])
+        seconds = f"{cell['convert_seconds']:.0f}" if "convert_seconds" in cell else ""
+        rows.append([method, tokens, seconds, *values])
     return table(rows, "lrr" + "r" * len(texts))
 
 
