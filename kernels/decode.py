@@ -527,10 +527,17 @@ def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.d
     block_d = max(16, triton.next_power_of_2(stored_head_dim(cache_dtype, head_dim)))
     block_n = min(128, (4096 if bits == 32 else 8192) // block_d)
     num_stages = 3
+    programs_per_sm = _PROGRAMS_PER_SM[device_class][bits]
     if is_quantised(cache_dtype) and block_m in (2, 4):
-        block_m = 8  # takes as many instructions, and a few registers less: with 4 rows some builds spill
+        # 8 rows take as many instructions, and a few registers less: with 4 some builds spill. So do some with 8, where
+        # the compiler makes do with the 128 registers of a fourth program on an SM; with 16 it settles for three.
+        block_m = 16 if bits == 8 and head_dim in (80, 96, 112) and device_class == "sm_90" else 8
     if is_quantised(cache_dtype) and q_dtype == torch.float32:
-        block_n = max(16, block_n // 4)  # as float32 operands they fill the registers
+        # As float32 operands they fill the registers: as few keys as leave copies wide, two programs, and as many tiles
+        # ahead as make up for both, 24 KB of each program.
+        block_n = max(16, 2048 // block_d)
+        num_stages = 1 + triton.cdiv(24 * 1024, 2 * block_n * row_bytes)
+        programs_per_sm = min(2, programs_per_sm)
     elif row_bytes % 16:
         # Rows that are copied in smaller pieces take more registers, and padded ones more memory: fewer keys, but more
         # tiles ahead.
@@ -545,7 +552,7 @@ def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.d
         block_d=block_d,
         num_warps=4,
         num_stages=num_stages,
-        programs_per_sm=_PROGRAMS_PER_SM[device_class][bits],
+        programs_per_sm=programs_per_sm,
     )
 
 
