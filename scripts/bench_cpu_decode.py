@@ -66,7 +66,9 @@ def attention_points() -> list[dict[str, Any]]:
     for (num_heads, num_kv_heads), dtype, batch_size, num_keys in shapes:
         for padded in (False, True) if batch_size > 1 else (False,):
             head_dim = 64 if num_heads == 8 else 128
-            module = SimpleNamespace(is_causal=True, num_key_value_groups=num_heads // num_kv_heads, training=False)
+            module: Any = SimpleNamespace(
+                is_causal=True, num_key_value_groups=num_heads // num_kv_heads, training=False
+            )
             kind = {"dtype": getattr(torch, dtype)}
             q = torch.randn(batch_size, num_heads, 1, head_dim, **kind)
             k, v = (torch.randn(batch_size, num_kv_heads, num_keys, head_dim, **kind) for _ in range(2))
@@ -121,7 +123,7 @@ def step_points() -> list[dict[str, Any]]:
         if padded:
             mask[1:, :3] = 0
         logits = {}
-        steppers = {}
+        steppers: dict[str, Callable[[], Any]] = {}
         for name, model in models.items():
             cache = DynamicCache(config=model.config)
             logits[name] = model(ids, attention_mask=mask, cache=cache, logits_to_keep=1).logits[:, -1]

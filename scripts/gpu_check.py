@@ -309,7 +309,9 @@ def random_call(
         return decode_in_dtype(in_dtype, q, k, v, seq_lens, **arguments)[0]
 
     there = [x.to(run.device) for x in (q, k, v, seq_lens)]
-    options_there = {n: x.to(run.device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()}
+    options_there: dict[str, Any] = {
+        n: x.to(run.device) if isinstance(x, torch.Tensor) else x for n, x in arguments.items()
+    }
     return lambda: gqa_decode(*there, return_lse=True, **options_there), reference
 
 
