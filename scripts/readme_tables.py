@@ -196,9 +196,13 @@ def _mean_and_range(values: list[float]) -> str:
     if not values:
         return ""
     mean = sum(values) / len(values)
-    text = f"{mean:.2f}" if mean < 1000 else f"{mean:,.0f}"
+    text = _short(mean)
     spread = max(abs(value - mean) for value in values)
     return f"{text} ± {spread:.2g}" if spread > 5e-3 else text
+
+
+def _short(number: float) -> str:
+    return f"{number:.2f}" if number < 1000 else f"{number:,.0f}"
 
 
 def smollm2_table() -> str:
@@ -213,9 +217,8 @@ def smollm2_table() -> str:
             continue
         _, method, _, _, *calibration, _ = name.split("/")
         tokens = f"{int(calibration[1].split()[0]):,}" if calibration else ""
-        values = (
-            f"{cell['perplexity'][text]:,.1f} ({cell['perplexity'][text] / original[text]:,.2f} x)" for text in texts
-        )
+        found = cell["perplexity"]
+        values = (f"{_short(found[text])} ({_short(found[text] / original[text])} x)" for text in texts)
         seconds = f"{cell['convert_seconds']:.0f}" if "convert_seconds" in cell else ""
         rows.append([method, tokens, seconds, *values])
     return table(rows, "lrr" + "r" * len(texts))
