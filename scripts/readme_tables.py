@@ -173,7 +173,7 @@ def quickstart_methods_table() -> str:
         cells.setdefault((method, grouping), {}).setdefault(int(count), []).append(cell)
     counts = sorted({count for of_method in cells.values() for count in of_method}, reverse=True)
     rows: list[list[Any]] = [
-        ["method", *(f"{count} heads, {when}" for count in counts for when in ("converted", "uptrained"))]
+        ["method", *(f"{count} KV, {when}" for count in counts for when in ("converted", "uptrained"))]
     ]
     before = {cell["before"] for of_method in cells.values() for seeds in of_method.values() for cell in seeds}
     for (method, grouping), of_method in sorted(cells.items(), key=lambda item: _METHODS.index(item[0][0])):
