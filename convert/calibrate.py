@@ -226,9 +226,8 @@ def _fold_layer(
     fitted, held_out = _output_equations(layer, block, streams, paths, bias, converted, target)
     folded = weights.o.flatten(1)
     repaired, record["output_shrinkage"] = solve_with_held_out(fitted, held_out, folded)
-    equations = fitted.plus(held_out)
     for name, output in (("output_error_shared", folded), ("output_error_repaired", repaired)):
-        record[name] = math.sqrt(equations.error(output) / energy)
+        record[name] = math.sqrt((fitted.error(output) + held_out.error(output)) / energy)
 
     weights = replace(weights, o=repaired.view_as(weights.o)).rounded(streams.model.stored_dtype)
     _assign(layer, block, weights)
@@ -280,9 +279,8 @@ def _repair_mlp(
         for batch in streams.batches:
             output = nn.functional.linear(streams.load(all_features, batch), rounded, down.bias)
             converted[batch] = (streams.load(target, batch) + scale * output).to(converted)
-    equations = fitted.plus(held_out)
     for name, weight in (("mlp_error_before", prior), ("mlp_error_repaired", repaired)):
-        record[name] = math.sqrt(equations.error(weight) / energy)
+        record[name] = math.sqrt((fitted.error(weight) + held_out.error(weight)) / energy)
     return rounded
 
 

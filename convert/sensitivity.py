@@ -37,15 +37,16 @@ def output_metric(
         starts.append(output.detach().requires_grad_())
         return starts[0]
 
-    def read(_: nn.Module, __: Any, output: Tensor) -> None:
+    def read(_: nn.Module, __: Any, output: Tensor) -> Tensor:
         if output.requires_grad:
             reads.append(output)
+        return output.detach()  # what comes behind it, the MLP's last layer say, reads no hidden state
 
     hooks = [block.get_submodule(output_name).register_forward_hook(start)]
     hooks += [
         module.register_forward_hook(read)
         for name, module in block.named_modules()
-        if isinstance(module, nn.Linear) and module.in_features == size and name != output_name
+        if isinstance(module, nn.Linear) and name != output_name
     ]
     try:
         with torch.enable_grad():

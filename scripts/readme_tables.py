@@ -18,7 +18,7 @@ RESULTS = ROOT / "docs" / "results"
 
 def quickstart_table() -> str:
     """The demo's report in four rows."""
-    report: dict[str, Any] = json.loads((RESULTS / "quickstart.json").read_text(encoding="utf-8"))
+    report = read("quickstart")
     perplexity, cache = report["perplexity"], report["cache_bytes_per_token"]
     point = max(report["decode"], key=lambda point: (point["batch"] * point["context"], point["context"]))
     seconds = [point[side]["time_per_output_token_s"]["median"] for side in ("before", "after")]
@@ -39,14 +39,12 @@ def quickstart_table() -> str:
             f"{1e3 * seconds[1]:.1f} ms",
         ],
     ]
-    lines = ["| " + " | ".join(row) + " |" for row in rows]
-    lines.insert(1, "|---|" + "---:|" * 3)
     note = (
         f"Uptraining won back {share:.0%} of the loss (in nats) that mean pooling had cost. "
         f"Measured on {report['conditions']['device_name']}, in {report['conditions']['dtype']}: "
         "it claims nothing about GPUs."
     )
-    return "\n".join([*lines, "", note])
+    return f"{table(rows, 'lrrr')}\n\n{note}"
 
 
 def read(name: str) -> Any:

@@ -11,7 +11,7 @@ from headfold.convert.walk import StreamedModel
 
 def measured(tiny, path, family, monkeypatch, num_probes):
     monkeypatch.setattr("headfold.convert.sensitivity._NUM_PROBES", num_probes)
-    overrides = {"qk_layernorm": False} if family == "phi" else {"intermediate_size": 40}
+    overrides = {"qk_layernorm": False} if family == "phi" else {}
     checkpoint = Checkpoint.open(tiny.save(tiny.tiny_model(tiny.tiny_config(family, **overrides)), path))
     layers = describe(checkpoint)
     model = StreamedModel(checkpoint, layers)
