@@ -10,6 +10,8 @@ layer receives from the converted layers before it. For each layer, with the wei
    converted stream comes out where the original one does (refit.py);
 4. move both streams on.
 
+Behind the last layer, the norm there is refitted too (final_norm.py).
+
 Shapes in one letter code: W windows, T tokens, H query heads, G KV heads, N new KV heads, D head_dim, E hidden size.
 """
 
@@ -27,6 +29,7 @@ from torch import Tensor, nn
 from headfold.convert.dataflow import BlockPaths, trace_block
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import AttentionLayer
+from headfold.convert.final_norm import refit_norm
 from headfold.convert.grouping import Groups
 from headfold.convert.refit import NormalEquations, refit_logits, solve_with_held_out
 from headfold.convert.sampling import LogitSampler
@@ -45,7 +48,7 @@ Folded = tuple[AttentionLayer, dict[str, Tensor], dict[str, Any]]
 _NUM_SWEEPS = 2
 _NUM_ITERATIONS = 8
 _LOGIT_STRENGTH = 1e-2
-_METRIC_TOKENS = 4096
+_METRIC_TOKENS = 2048
 """Tokens on which it is measured what an error of the output projection costs."""
 
 _HELD_OUT = 8
@@ -92,7 +95,8 @@ def fold_layers(
     after the refit of the output projection, relative to the root mean square of what the original attention adds.
     `mlp_error_before` and `_repaired`: that of the stream behind the block, relative to what the MLP adds.
     `output_shrinkage` and `mlp_shrinkage`: how strongly each was drawn to what it started from, as held-out windows
-    had it best.
+    had it best. The last layer's also have `final_norm_error_before` and `_repaired`: that of what the norm behind it
+    gives, relative to the original.
 
     Raises RefusedError at once if the layers or the windows do not allow it.
     """
@@ -179,6 +183,8 @@ def _fold(checkpoint: Checkpoint, layers: list[AttentionLayer], streams: Streams
                 streams.advance(layer.index, original, converted)
                 continue
             tensors, record = _fold_layer(checkpoint, layer, block, streams, plan, original, converted, target)
+            if layer.index == len(streams.model.blocks) - 1:
+                _repair_final_norm(streams, original, converted, tensors, record)
             yield layer, _on_cpu(tensors), record
 
 
@@ -223,27 +229,30 @@ def _fold_layer(
 
     _assign(layer, block, weights)
     bias = None if layer.o.bias is None else checkpoint.read(layer.o.bias).to(streams.model.device).float()
-    fitted, held_out = _output_equations(layer, block, streams, paths, bias, converted, target)
-    folded = weights.o.flatten(1)
-    repaired, record["output_shrinkage"] = solve_with_held_out(fitted, held_out, folded)
-    for name, output in (("output_error_shared", folded), ("output_error_repaired", repaired)):
-        record[name] = math.sqrt((fitted.error(output) + held_out.error(output)) / energy)
+    with streams.scratch(weights.o[0].numel()) as heads:
+        fitted, held_out = _output_equations(layer, block, streams, paths, bias, converted, target, heads)
+        folded = weights.o.flatten(1)
+        repaired, record["output_shrinkage"] = solve_with_held_out(fitted, held_out, folded)
+        for name, output in (("output_error_shared", folded), ("output_error_repaired", repaired)):
+            record[name] = math.sqrt((fitted.error(output) + held_out.error(output)) / energy)
 
-    weights = replace(weights, o=repaired.view_as(weights.o)).rounded(streams.model.stored_dtype)
-    _assign(layer, block, weights)
-    tensors = weights.tensors(layer)
-    if paths.down is None or streams.model.is_whole:
-        streams.advance(layer.index, converted)
-    else:
-        down = block.get_submodule(paths.down.name)
-        assert isinstance(down, nn.Linear)
-        repaired = _repair_mlp(layer.index, down, paths.down.scale, streams, original, converted, target, record)
-        tensors[streams.model.stored_name(layer.index, f"{paths.down.name}.weight")] = repaired
+        weights = replace(weights, o=repaired.view_as(weights.o)).rounded(streams.model.stored_dtype)
+        _assign(layer, block, weights)
+        tensors = weights.tensors(layer)
+        run = streams.run_known(layer, converted, heads)
+        if paths.down is None or streams.model.is_whole:
+            for batch in streams.batches:
+                converted[batch] = run(batch).to(converted)
+        else:
+            down = block.get_submodule(paths.down.name)
+            assert isinstance(down, nn.Linear)
+            repaired = _repair_mlp(run, down, paths.down.scale, streams, original, converted, target, record)
+            tensors[streams.model.stored_name(layer.index, f"{paths.down.name}.weight")] = repaired
     return tensors, record
 
 
 def _repair_mlp(
-    number: int,
+    run: Callable[[slice], Tensor],
     down: nn.Linear,
     scale: float,
     streams: Streams,
@@ -254,8 +263,8 @@ def _repair_mlp(
 ) -> Tensor:
     """The weight of the MLP's last layer with which the converted stream leaves the block nearest to the original one.
 
-    `original` stands behind the block already; `converted` is moved there, with the new weight. `target` is scratch
-    space: it gets what the stream is without the MLP.
+    `run` gives a batch of it behind the block. `original` stands there already; `converted` is moved there, with the
+    new weight. `target` is scratch space: it gets what the stream is without the MLP.
     """
     prior = down.weight.data
     fitted, held_out = (NormalEquations(prior.shape[1], prior.shape[0], streams.model.device) for _ in range(2))
@@ -265,15 +274,17 @@ def _repair_mlp(
         with removing(down.register_forward_hook(lambda _, args, output: calls.append((args[0], output)))):
             for batch in streams.batches:
                 calls.clear()
-                moved = streams.model.run(number, streams.load(converted, batch))
-                assert moved is not None
+                moved = run(batch)
                 ((features, output),) = calls
                 features, output = features.view(*moved.shape[:2], -1), output.view(moved.shape)
                 without = moved - scale * output
                 target[batch], all_features[batch] = without.to(target), features.to(all_features)
-                wanted = (streams.load(original, batch) - without) / scale
-                _add(fitted, held_out, batch, features, wanted if down.bias is None else wanted - down.bias)
-                energy += output[:, NUM_SINKS:].double().square().sum().item()
+                behind = streams.load(original, batch)
+                wanted = (behind - without) / scale
+                wanted = wanted if down.bias is None else wanted - down.bias
+                weights = _token_weights(behind)
+                _add(fitted, held_out, batch, weights * features, weights * wanted)
+                energy += _energy(weights * output)
         repaired, record["mlp_shrinkage"] = solve_with_held_out(fitted, held_out, prior)
         rounded = repaired.to(streams.model.stored_dtype).to(prior.dtype)
         for batch in streams.batches:
@@ -284,11 +295,44 @@ def _repair_mlp(
     return rounded
 
 
+def _repair_final_norm(
+    streams: Streams, original: Tensor, converted: Tensor, tensors: dict[str, Tensor], record: dict[str, Any]
+) -> None:
+    """Add the weight of the norm behind the last block to the tensors; both streams stand behind that block."""
+    with streams.model.final_norm() as found:
+        if found is None:
+            return
+        name, norm = found
+        pairs = (
+            (streams.load(original, batch)[:, NUM_SINKS:], streams.load(converted, batch)[:, NUM_SINKS:])
+            for batch in streams.batches
+        )
+        weight, before, after = refit_norm(norm, pairs)
+    tensors[name] = weight.to(streams.model.stored_dtype)
+    record |= {"final_norm_error_before": before, "final_norm_error_repaired": after}
+
+
 def _add(fitted: NormalEquations, held_out: NormalEquations, batch: slice, features: Tensor, wanted: Tensor) -> None:
     """Count a batch of windows, features (B, T, F) and what is wanted of them (B, T, E): one of eight is held out."""
     is_held_out = torch.arange(batch.start, batch.start + len(features)) % _HELD_OUT == _HELD_OUT // 2
     for equations, chosen in ((fitted, ~is_held_out), (held_out, is_held_out)):
         equations.add(features[chosen, NUM_SINKS:], wanted[chosen, NUM_SINKS:])
+
+
+def _token_weights(behind: Tensor) -> Tensor:
+    """What the rows of the least squares are multiplied by: (B, T, 1) for what the stream should become (B, T, E).
+
+    The norms behind divide a token by its size, so that an error counts as a share of it. Tokens of hardly any size
+    count as those of a third of what is usual in their window.
+    """
+    size = behind.square().mean(-1, keepdim=True)
+    usual = size[:, NUM_SINKS:].median(1, keepdim=True).values
+    return size.maximum(0.1 * usual).clamp_min(torch.finfo(size.dtype).tiny).rsqrt()
+
+
+def _energy(rows: Tensor) -> float:
+    """The sum of squares of (B, T, E), without the positions that do not count."""
+    return rows[:, NUM_SINKS:].double().square().sum().item()
 
 
 def _statistics(
@@ -344,8 +388,8 @@ def _move_original(
             hidden = streams.load(original, batch)
             moved = run(hidden)
             attention = seen[0].view(hidden.shape)
-            energy += attention[:, NUM_SINKS:].double().square().sum().item()
             behind = hidden + paths.output.scale * attention if paths.output else attention
+            energy += _energy(_token_weights(behind) * attention)
             target[batch], original[batch] = behind.to(target), moved.to(original)
     return paths, energy
 
@@ -358,30 +402,36 @@ def _output_equations(
     bias: Tensor | None,
     converted: Tensor,
     target: Tensor,
+    heads: Tensor,
 ) -> tuple[NormalEquations, NormalEquations]:
     """For the output projection with which the converted stream comes out nearest to the original one.
+
+    What the projection reads is left in `heads` (W, T, H*D).
 
     Where a norm stands between the projection and the stream that is no linear problem: there, for the one whose own
     output is nearest to the original one's. Two sets: of most windows, and of every eighth, which is held out.
     """
     size = layer.num_attention_heads * layer.head_dim
     fitted, held_out = (NormalEquations(size, layer.hidden_size, streams.model.device) for _ in range(2))
-    features: list[Tensor] = []
+    seen: list[Tensor] = []
 
     def leave(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        features.append(args[0])
+        seen.append(args[0])
         raise Stop
 
     with removing(block.get_submodule(name_in_block(layer.o.weight)).register_forward_pre_hook(leave)):
         for batch in streams.batches:
-            features.clear()
+            seen.clear()
             hidden, wanted = streams.load(converted, batch), streams.load(target, batch)
+            weights = _token_weights(wanted)
             streams.model.run(layer.index, hidden)
             if paths.output is not None:
                 wanted = (wanted - hidden) / paths.output.scale
             if bias is not None:
                 wanted = wanted - bias
-            _add(fitted, held_out, batch, features[0].view(*hidden.shape[:2], -1), wanted)
+            features = seen[0].view(*hidden.shape[:2], -1)
+            heads[batch] = features.to(heads)
+            _add(fitted, held_out, batch, weights * features, weights * wanted)
     return fitted, held_out
 
 

@@ -22,6 +22,12 @@ _FLOOR = 1e-3
 _STRENGTHS = (0.1, 1e-3, 0.01, 1.0, 10.0)
 """Strengths of ridge regression that are tried on held-out text; the first is taken where there is none."""
 
+_GRAM_BLOCK = 512
+"""Rows of a Gram matrix that are computed together."""
+
+_CHUNK_LOGITS = 1 << 20
+"""Logits that are in memory at a time, beside those of the sample."""
+
 _UNIFORM_SHARE = 0.5
 """Weight of all keys alike beside the attention probabilities: keys without attention must not come to get any."""
 
@@ -37,7 +43,11 @@ class NormalEquations:
     def add(self, features: Tensor, targets: Tensor) -> None:
         """Count the rows of features (..., F) with their targets (..., E)."""
         features, targets = features.flatten(0, -2), targets.flatten(0, -2)
-        self._features += features.T @ features
+        for first in range(0, features.shape[1], _GRAM_BLOCK):  # left of the diagonal it is known by symmetry
+            rows, rest = slice(first, first + _GRAM_BLOCK), slice(first, None)
+            products = features[:, rows].T @ features[:, rest]
+            self._features[rows, rest] += products
+            self._features[first + _GRAM_BLOCK :, rows] += products[:, _GRAM_BLOCK:].T
         self._products += targets.T @ features
         self._targets += targets.double().pow(2).sum().item()
 
@@ -119,7 +129,7 @@ def refit_logits(
 
 
 class _LogitProblem:
-    """The two quadratic problems of refit_logits, window by window, so that memory is for one window's logits.
+    """The two quadratic problems of refit_logits, some windows at a time, so that memory is for their logits alone.
 
     With weights w_s that sum to one over the keys s of a query, the error of a query is sum_s w_s (d_s - mean_w d)^2
     for d_s = q . k_s - target. Its gradient by d is 2 r_s with r_s = w_s (d_s - mean_w d), by q it is 2 sum_s r_s k_s,
@@ -129,39 +139,41 @@ class _LogitProblem:
     def __init__(self, sample: LogitSample, num_key_heads: int):
         self._sample = sample
         self._num_key_heads = num_key_heads
-        self._windows = range(len(sample.products))
-        self._num_queries = sample.positions.numel()
-        self._weights = [_weights(products * sample.scaling) for products in sample.products]
+        num_windows, num_heads, num_queries, num_keys = sample.products.shape
+        size = max(1, _CHUNK_LOGITS // (num_heads * num_queries * num_keys))
+        self._chunks = [slice(first, first + size) for first in range(0, num_windows, size)]
+        self._num_queries = num_windows * num_queries
+        self._weights = _weights(sample.products * sample.scaling)
         self._targets = sample.products.nan_to_num(neginf=0.0)
 
     def error(self, weights: AttentionWeights) -> float:
         total = 0.0
-        for window in self._windows:
-            difference = self._products(self._queries(window, weights), self._keys(window, weights))
-            weight = self._weights[window]
-            difference -= self._targets[window]
+        for chunk in self._chunks:
+            difference = self._products(self._queries(chunk, weights), self._keys(chunk, weights))
+            weight = self._weights[chunk]
+            difference -= self._targets[chunk]
             difference -= (weight * difference).sum(-1, keepdim=True)
-            total += (weight * difference.square()).sum().item()
+            total += (weight * difference.square_()).sum().item()
         return total * self._sample.scaling**2 / (self._num_queries * len(weights.q))
 
     def refit_queries(self, weights: AttentionWeights, strength: float, num_iterations: int) -> AttentionWeights:
         """Maps (H, D, D) of the query heads; the unknown is their difference from the identity."""
-        raw = [self._raw_queries(window, weights) for window in self._windows]
-        keys = [self._keys(window, weights) for window in self._windows]
-        second = _with_floor(_total(q.mT @ q for q in raw) / self._num_queries)
-        spread = self._average_pairs(_total(map(self._key_spread, self._windows, keys)) / self._num_queries)
+        raw = [self._raw_queries(chunk, weights) for chunk in self._chunks]
+        keys = [self._keys(chunk, weights) for chunk in self._chunks]
+        second = _with_floor(_total((q.mT @ q).sum(0) for q in raw) / self._num_queries)
+        spread = self._average_pairs(_total(map(self._key_spread, self._chunks, keys)) / self._num_queries)
         ridge = strength * spread.mean(1)[:, None, None]
 
         def gradient(maps: Tensor | None) -> Tensor:
             """By the maps; with None that at the identity, otherwise its linear part."""
             total = torch.zeros_like(second)
-            for window in self._windows:
-                at = self._sample.positions[window]
-                mapped = self._rotate(raw[window] if maps is None else raw[window] @ maps.mT, at)
-                products = self._products(mapped, keys[window])
-                residual = self._residual(window, products, with_target=maps is None)
-                back = (self._by_key_head(residual) @ keys[window]).view_as(mapped)
-                total += self._rotate_back(back, at).mT @ raw[window]
+            for chunk, chunk_raw, chunk_keys in zip(self._chunks, raw, keys, strict=True):
+                rotation = self._query_rotation(chunk)
+                mapped = self._rotate(chunk_raw if maps is None else chunk_raw @ maps.mT, rotation)
+                products = self._products(mapped, chunk_keys)
+                residual = self._residual(chunk, products, with_target=maps is None)
+                back = (self._by_key_head(residual) @ chunk_keys).view_as(mapped)
+                total += (self._rotate(back, rotation.conj()).mT @ chunk_raw).sum(0)
             return total / self._num_queries
 
         inverse = torch.linalg.inv(second.double()).to(second)
@@ -180,23 +192,24 @@ class _LogitProblem:
         """New rows (N, D, E) of the KV heads; the unknown is their change."""
         has_bias = weights.k_bias is not None
         inputs = torch.nn.functional.pad(self._sample.inputs, (0, 1), value=1.0) if has_bias else self._sample.inputs
-        queries = [self._queries(window, weights) for window in self._windows]
+        queries = [self._queries(chunk, weights) for chunk in self._chunks]
         flat = inputs.flatten(0, 1)
         second = _with_floor(flat.T @ flat / len(flat))
-        energy = _total(q.square().sum(1) for q in queries) / self._num_queries
+        energy = _total(q.square().sum((0, 2)) for q in queries) / self._num_queries
         spread = self._average_pairs(energy.unflatten(0, (self._num_key_heads, -1)).sum(1))
         ridge = strength * spread.mean(1)[:, None, None]
 
         def gradient(change: Tensor | None) -> Tensor:
             """By the rows; with None that at the given weights, otherwise its linear part."""
-            total = inputs.new_zeros(self._num_key_heads, spread.shape[1], inputs.shape[2])
-            for window in self._windows:
-                keys = self._keys(window, weights) if change is None else self._rotate(inputs[window] @ change.mT)
-                products = self._products(queries[window], keys)
-                residual = self._residual(window, products, with_target=change is None)
-                back = self._by_key_head(residual).mT @ self._by_key_head(queries[window])
-                total += self._rotate_back(back).mT @ inputs[window]
-            return total / self._num_queries
+            total = inputs.new_zeros(inputs.shape[2], spread.numel())
+            for chunk, chunk_queries in zip(self._chunks, queries, strict=True):
+                keys = self._keys(chunk, weights) if change is None else self._projected_keys(inputs[chunk], change)
+                products = self._products(chunk_queries, keys)
+                residual = self._residual(chunk, products, with_target=change is None)
+                back = self._by_key_head(residual).mT @ self._by_key_head(chunk_queries)
+                back = self._rotate(back, self._sample.rotation.conj())
+                total += inputs[chunk].flatten(0, 1).T @ back.transpose(1, 2).flatten(2).flatten(0, 1)
+            return total.T.reshape(*spread.shape, -1) / self._num_queries
 
         inverse = torch.linalg.inv(second.double()).to(second)
         scale = 1 / (spread[:, :, None] + ridge)
@@ -210,40 +223,45 @@ class _LogitProblem:
             return replace(weights, k=weights.k + change)
         return replace(weights, k=weights.k + change[:, :, :-1], k_bias=weights.k_bias + change[:, :, -1])
 
-    def _raw_queries(self, window: int, weights: AttentionWeights) -> Tensor:
-        """(H, S, D), before rotary."""
-        raw = self._sample.inputs[window, self._sample.positions[window]] @ weights.q.mT
-        return raw if weights.q_bias is None else raw + weights.q_bias[:, None]
+    def _raw_queries(self, chunk: slice, weights: AttentionWeights) -> Tensor:
+        """(W, H, S, D), before rotary."""
+        at = self._sample.positions[chunk]
+        windows = torch.arange(len(at), device=at.device)[:, None]
+        return _heads(self._sample.inputs[chunk][windows, at], weights.q, weights.q_bias).contiguous()
 
-    def _queries(self, window: int, weights: AttentionWeights) -> Tensor:
-        return self._rotate(self._raw_queries(window, weights), self._sample.positions[window])
+    def _queries(self, chunk: slice, weights: AttentionWeights) -> Tensor:
+        return self._rotate(self._raw_queries(chunk, weights), self._query_rotation(chunk))
 
-    def _keys(self, window: int, weights: AttentionWeights) -> Tensor:
-        """(N, T, D), after rotary."""
-        raw = self._sample.inputs[window] @ weights.k.mT
-        return self._rotate(raw if weights.k_bias is None else raw + weights.k_bias[:, None])
+    def _keys(self, chunk: slice, weights: AttentionWeights) -> Tensor:
+        """(W, N, T, D), after rotary."""
+        return self._projected_keys(self._sample.inputs[chunk], weights.k, weights.k_bias)
+
+    def _projected_keys(self, inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self._rotate(_heads(inputs, weight, bias), self._sample.rotation)
 
     def _products(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """(H, S, T)."""
-        return (self._by_key_head(queries) @ keys.mT).view(*queries.shape[:2], -1)
+        """(W, H, S, T)."""
+        return (self._by_key_head(queries) @ keys.mT).view(*queries.shape[:3], -1)
 
     def _by_key_head(self, x: Tensor) -> Tensor:
-        """(H, S, ...) as (N, H/N*S, ...): one large product for each KV head in place of a small one for each query."""
-        return x.reshape(self._num_key_heads, -1, x.shape[-1])
+        """(W, H, S, ...) as (W, N, H/N*S, ...): one large product for each KV head in place of a small one per query
+        head."""
+        return x.reshape(len(x), self._num_key_heads, -1, x.shape[-1])
 
-    def _residual(self, window: int, products: Tensor, *, with_target: bool) -> Tensor:
-        """The residuals r of the products (H, S, T), in their place."""
-        weight = self._weights[window]
+    def _residual(self, chunk: slice, products: Tensor, *, with_target: bool) -> Tensor:
+        """The residuals r of the products (W, H, S, T), in their place."""
+        weight = self._weights[chunk]
         if with_target:
-            products -= self._targets[window]
-        products -= torch.einsum("hst,hst->hs", weight, products)[:, :, None]
+            products -= self._targets[chunk]
+        products -= (weight * products).sum(-1, keepdim=True)
         return products.mul_(weight)
 
-    def _key_spread(self, window: int, keys: Tensor) -> Tensor:
+    def _key_spread(self, chunk: slice, keys: Tensor) -> Tensor:
         """The variance of the keys under the weights of each query, summed over queries: (H, D)."""
-        weight = self._weights[window]
-        keys = keys.repeat_interleave(len(weight) // self._num_key_heads, 0)
-        return (weight @ keys.square() - (weight @ keys).square()).sum(1)
+        weight = self._weights[chunk]
+        by_key_head = self._by_key_head(weight)
+        variance = by_key_head @ keys.square() - (by_key_head @ keys).square()
+        return variance.view(*weight.shape[:3], -1).sum((0, 2))
 
     def _average_pairs(self, spread: Tensor) -> Tensor:
         real, imaginary = pair_channels(self._sample.rotary, spread.device)
@@ -252,14 +270,18 @@ class _LogitProblem:
         spread[:, real] = spread[:, imaginary] = mean
         return spread
 
-    def _rotate(self, x: Tensor, at: Tensor | None = None) -> Tensor:
-        return rotate(x, self._rotation(at), self._sample.rotary)
+    def _rotate(self, x: Tensor, rotation: Tensor) -> Tensor:
+        return rotate(x, rotation, self._sample.rotary)
 
-    def _rotate_back(self, x: Tensor, at: Tensor | None = None) -> Tensor:
-        return rotate(x, self._rotation(at).conj(), self._sample.rotary)
+    def _query_rotation(self, chunk: slice) -> Tensor:
+        """(W, 1, S, P)."""
+        return self._sample.rotation[self._sample.positions[chunk]][:, None]
 
-    def _rotation(self, at: Tensor | None) -> Tensor:
-        return self._sample.rotation if at is None else self._sample.rotation[at]
+
+def _heads(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Projections of inputs (W, T, E) by heads (N, D, E): (W, N, T, D)."""
+    projected = torch.nn.functional.linear(inputs, weight.flatten(0, 1), None if bias is None else bias.flatten())
+    return projected.unflatten(2, weight.shape[:2]).transpose(1, 2)
 
 
 def _weights(logits: Tensor) -> Tensor:
@@ -278,7 +300,8 @@ def rotate(x: Tensor, rotation: Tensor, rotary: Rotary) -> Tensor:
     real, imaginary = (
         (slice(half), slice(half, size)) if rotary.kind == "half" else (slice(0, size, 2), slice(1, size, 2))
     )
-    turned = x.clone() if size < x.shape[-1] else torch.empty_like(x)
+    turned = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    turned[..., size:] = x[..., size:]
     turned[..., real] = x[..., real] * rotation.real - x[..., imaginary] * rotation.imag
     turned[..., imaginary] = x[..., imaginary] * rotation.real + x[..., real] * rotation.imag
     return turned

@@ -92,6 +92,7 @@ class StreamedModel:
         self._decoder = model.get_submodule(self._decoder_name)
         self.blocks: list[nn.Module] = list(self._decoder.layers)
         self._arguments: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
+        self._final_norm: str | None = None
         for layer in layers:
             if layer.index >= len(self.blocks):
                 raise RefusedError(
@@ -126,7 +127,7 @@ class StreamedModel:
                     block.forward = stand_in(number)
                 for batch in batches:
                     if not self._arguments:  # of one window, so that they fit batches of every size
-                        self._decoder(input_ids=batch[:1].to(self.device), use_cache=False)
+                        self._run_first(names, batch[:1])
                     self._decoder(input_ids=batch.to(self.device), use_cache=False)
                     yield first_input[0]
             finally:
@@ -134,6 +135,39 @@ class StreamedModel:
                     del block.forward
                 for hook in hooks:
                     hook.remove()
+
+    def _run_first(self, names: list[str], ids: Tensor) -> None:
+        """Run the decoder on a batch, and find the norm of these parameters whose output it returns."""
+        outputs: list[tuple[str, Tensor]] = []
+
+        def record(name: str) -> Callable[[nn.Module, Any, Any], None]:
+            return lambda _, __, output: outputs.append((name, output))
+
+        modules = {name.removesuffix(".weight") for name in names if name.endswith(".weight")}
+        hooks = [self._decoder.get_submodule(name).register_forward_hook(record(name)) for name in sorted(modules)]
+        try:
+            returned = self._decoder(input_ids=ids.to(self.device), use_cache=False)[0]
+        finally:
+            for hook in hooks:
+                hook.remove()
+        for name, output in outputs:
+            weight = self._decoder.get_submodule(name).weight
+            if output is returned and isinstance(weight, Tensor) and weight.dim() == 1:
+                self._final_norm = name
+
+    @contextmanager
+    def final_norm(self) -> Iterator[tuple[str, nn.Module] | None]:
+        """The stored name of its weight and the norm behind the last block, with its weights in float32.
+
+        None where the decoder does not return what a norm gives, and for models that are loaded whole. After `embed`.
+        """
+        if self._final_norm is None or self.is_whole:
+            yield None
+            return
+        module = self._decoder.get_submodule(self._final_norm)
+        prefix = f"{self._decoder_name}.{self._final_norm}"
+        with self._loaded(module, prefix, [name for name, _ in module.named_parameters()]):
+            yield self._names[f"{prefix}.weight"], module
 
     @contextmanager
     def block(self, number: int) -> Iterator[nn.Module]:

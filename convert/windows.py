@@ -21,7 +21,7 @@ from headfold.convert.texts import read_documents
 if TYPE_CHECKING:
     from headfold.convert.checkpoint import Checkpoint
 
-_NUM_TOKENS = 81920
+_NUM_TOKENS = 65536
 _LENGTH = 512
 
 _CHARACTERS_PER_TOKEN = 8
@@ -36,7 +36,7 @@ def read_windows(
 ) -> Tensor:
     """Windows (W, T) of a text or data set, by the checkpoint's own tokenizer: T = 512, or the model's context if less.
 
-    num_tokens: 81,920 by default. Raises RefusedError if there is no tokenizer, or less than one window of text.
+    num_tokens: 65,536 by default. Raises RefusedError if there is no tokenizer, or less than one window of text.
     """
     from transformers import AutoTokenizer
 

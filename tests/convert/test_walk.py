@@ -10,6 +10,8 @@ from headfold.convert.families import describe
 from headfold.convert.families.declared import FAMILIES
 from headfold.convert.walk import AttentionCall, Stop, StreamedModel
 
+WITHOUT_FINAL_NORM = {"olmo"}  # its norms have no weights
+
 
 def tokens() -> torch.Tensor:
     return torch.randint(3, 61, (3, 11), generator=torch.Generator().manual_seed(1))
@@ -33,6 +35,13 @@ def test_every_family_streams_to_the_hidden_states_of_stock_transformers(tiny, f
         decoder = stock.get_decoder()
         norm = next(getattr(decoder, n) for n in ("norm", "final_layernorm", "embedding_norm") if hasattr(decoder, n))
         assert torch.allclose(norm(hidden), expected.hidden_states[-1], atol=1e-4)
+        with streamed.final_norm() as found:
+            assert (found is None) == (streamed.is_whole or family in WITHOUT_FINAL_NORM)
+            if found is not None:
+                name, ours = found
+                assert checkpoint.tensors[name].shape == norm.weight.shape
+                assert torch.equal(ours(hidden), norm(hidden))
+                assert not ours.weight.is_meta
     assert sorted(calls) == [layer.index for layer in layers]
     for layer in layers:
         call = calls[layer.index]
