@@ -34,7 +34,6 @@ from headfold.convert.files import (
     read_into,
     remove_abandoned,
     settle_replaced,
-    start_writing_out,
     sync_directory,
     write_all,
 )
@@ -66,7 +65,8 @@ BLOCK_BYTES = 1 << 24
 
 _MAX_BESIDE_BYTES = 10_000_000
 _COPY_PIECE_BYTES = 1 << 28
-_NUM_COPY_THREADS = 4
+_NUM_COPY_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
+"""More threads than there are cores to spare make the kernel spend its time on their locks."""
 
 # Weights in other formats, or other copies of the weights: stale beside converted ones, so they are not carried over.
 _OTHER_WEIGHTS = re.compile(
@@ -670,7 +670,6 @@ class CheckpointWriter:
                 copy_bytes(reader, start + done, writer, output_start + done, size)
                 done += size
                 self._count(name, size)
-            start_writing_out(writer, done)
 
 
 def _same_layout(source: Checkpoint, shapes: Mapping[str, tuple[int, ...] | None]) -> Layout:

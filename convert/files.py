@@ -91,12 +91,6 @@ def _copy_buffered(reader: Any, start: int, writer: Any, output_start: int, size
     return len(data)
 
 
-def start_writing_out(file: Any, num_bytes: int) -> None:
-    """Let the disk work while other threads copy on, rather than all at the end; not worth it for little."""
-    if num_bytes >= 1 << 26 and hasattr(os, "fdatasync"):
-        os.fdatasync(file.fileno())
-
-
 def lock_directory(path: Path) -> int | None:
     """A lock that ends with this process, however it ends: a partial directory without one is abandoned."""
     if fcntl is None:
