@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ from headfold.convert.weights import AttentionWeights
 _FLOOR = 1e-3
 """Share of the mean that is added to the second moments of inputs, so that directions never seen stay put."""
 
-_STRENGTHS = (0.1, 1e-3, 0.01, 1.0, 10.0)
-"""Strengths of ridge regression that are tried on held-out text; the first is taken where there is none."""
+_STRENGTHS = [10 ** (half / 2) for half in range(-6, 5)]
+"""Strengths of ridge regression, 0.001 to 100, that held-out text may choose from."""
+
+_MODERATE = 4
+"""The number of 0.1 among them: where the search starts, and what is taken where nothing is held out."""
 
 _GRAM_BLOCK = 512
 """Rows of a Gram matrix that are computed together."""
@@ -85,11 +89,23 @@ class NormalEquations:
 def solve_with_held_out(fitted: NormalEquations, held_out: NormalEquations, prior: Tensor) -> tuple[Tensor, float]:
     """The solution on all rows, and its strength: that with which a fit to `fitted` has the least error on `held_out`.
 
-    What calibration text says about a direction holds for other text only as far as there was enough of it.
+    What calibration text says about a direction holds for other text only as far as there was enough of it. The
+    search goes downhill in steps of ten, then of the square root of ten.
     """
-    errors = {strength: held_out.error(fitted.solve(prior, strength)) for strength in _STRENGTHS}
-    strength = min(errors, key=errors.__getitem__)
-    return fitted.plus(held_out).solve(prior, strength), strength
+
+    @cache
+    def error(number: int) -> float:
+        return held_out.error(fitted.solve(prior, _STRENGTHS[number]))
+
+    chosen = _MODERATE
+    for step in (2, 1):
+        while True:
+            around = (number for number in (chosen, chosen - step, chosen + step) if 0 <= number < len(_STRENGTHS))
+            best = min(around, key=error)
+            if best == chosen:
+                break
+            chosen = best
+    return fitted.plus(held_out).solve(prior, _STRENGTHS[chosen]), _STRENGTHS[chosen]
 
 
 @dataclass

@@ -78,12 +78,12 @@ def test_held_out_rows_choose_how_strongly_a_refit_is_drawn_to_its_prior():
         solution, strengths[case] = solve_with_held_out(fitted, held_out, prior)
         errors = {
             strength: (their_targets - others @ ridge(features, targets, prior, strength).T).square().sum().item()
-            for strength in (1e-3, 1e-2, 0.1, 1.0, 10.0)
+            for strength in (10 ** (half / 2) for half in range(-6, 5))
         }
         assert strengths[case] == min(errors, key=errors.__getitem__)
         everything = torch.cat([features, others]), torch.cat([targets, their_targets])
         assert torch.allclose(solution, ridge(*everything, prior, strengths[case]), atol=1e-9)
-    assert strengths == {"good prior": 10.0, "bad prior": 1e-3}
+    assert strengths == {"good prior": 100.0, "bad prior": 1e-3}
 
 
 def test_without_held_out_rows_the_strength_is_moderate():
