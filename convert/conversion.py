@@ -10,6 +10,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -172,6 +173,7 @@ def convert_checkpoint(
             trust_remote_code=settings.trust_remote_code,
         )
         written = {name for layer in layers for name in _block_tensors(checkpoint, layer)} - _dropped(shapes)
+        written.update(name for name, entry in checkpoint.tensors.items() if len(entry.shape) == 1)  # the final norm
     statistics: list[dict[str, Any]] = []
     with CheckpointWriter(checkpoint, output, shapes=shapes, force=force, progress=progress) as writer:
         writer.copy_unwritten(expected=written)
@@ -183,7 +185,8 @@ def convert_checkpoint(
                 written.difference_update(_block_tensors(checkpoint, layer))
                 writer.copy_unwritten(expected=written)  # the rest of the block, so that progress is that of the layers
         elif shapes:
-            _merge_weights(checkpoint, layers, settings, writer)
+            with _one_thread():
+                _merge_weights(checkpoint, layers, settings, writer)
         record = _record(model, revision, source, layers, settings, windows, statistics)
         writer.finish(edited_config(checkpoint.config, num_key_value_heads), record)
         weight_bytes = writer.total_bytes
@@ -247,6 +250,19 @@ def _block_tensors(checkpoint: Checkpoint, layer: AttentionLayer) -> Iterator[st
     """The tensors of a layer's block: all of `model.layers.0.` for `model.layers.0.self_attn.o_proj.weight`."""
     head, number, _ = layer.o.weight.rpartition(f".{layer.index}.")
     return (name for name in checkpoint.tensors if name.startswith(head + number))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Lets torch compute in one thread: merging is all memory, and the other cores are busy with copying."""
+    import torch
+
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
 
 
 def _merge_weights(
