@@ -1,6 +1,7 @@
 """What each way of merging heads costs: the tables of docs/fold.md, cell by cell.
 
     python scripts/bench_methods.py quickstart --methods fold mean --counts 4 2 1 --seeds 0 1 2
+    python scripts/bench_methods.py quickstart --methods fold --learning-rate 1e-4
     python scripts/bench_methods.py windows MODEL --counts 1 --calibration CALIBRATION.txt --text TEXT.txt OTHER.txt
 
 `quickstart` converts the shipped model and uptrains it by its recipe (--no-uptrain leaves that out); perplexity is the
@@ -65,6 +66,8 @@ def quickstart(arguments: argparse.Namespace) -> None:
     settings = recipe.eval.model_copy(update={"decode": None, "divergence": False})
     results = Results(arguments.results, {"quickstart": _conditions(evaluation=str(settings.text[0]).split("/")[-1])})
 
+    training = {"learning_rate": arguments.learning_rate} if arguments.learning_rate else {}
+
     def measure(method: str, grouping: str, count: int, seed: int) -> dict[str, Any]:
         with tempfile.TemporaryDirectory(prefix="headfold-bench-") as directory:
             converted, uptrained = Path(directory, "converted"), Path(directory, "uptrained")
@@ -75,7 +78,7 @@ def quickstart(arguments: argparse.Namespace) -> None:
             seconds, _ = convert(Path(recipe.model), converted, method, **options)
             afters = [converted]
             if arguments.uptrain:
-                uptrain(recipe.uptrain.model_copy(update={"seed": seed}), converted, uptrained)
+                uptrain(recipe.uptrain.model_copy(update={"seed": seed, **training}), converted, uptrained)
                 afters.append(uptrained)
             perplexity = evaluate(Path(recipe.model), afters, settings).perplexity
             assert perplexity is not None
@@ -86,7 +89,8 @@ def quickstart(arguments: argparse.Namespace) -> None:
         for count in arguments.counts:
             for method in arguments.methods:
                 for grouping in arguments.groupings if method in CALIBRATED else ["adjacent"]:
-                    suffix = "" if arguments.uptrain else "/converted only"
+                    suffix = f"/learning rate {arguments.learning_rate:g}" if training else ""
+                    suffix = suffix if arguments.uptrain else "/converted only"
                     name = f"quickstart/{method}/{grouping}/{count}/seed {seed}{suffix}"
                     results.add(name, lambda m=method, g=grouping, c=count, s=seed: measure(m, g, c, s))  # type: ignore[misc]
 
@@ -169,6 +173,7 @@ def main() -> None:
     table.add_argument("--methods", nargs="+", default=["fold", "aligned", "mean", "first", "random"])
     table.add_argument("--counts", nargs="+", type=int, default=[4, 2, 1])
     table.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    table.add_argument("--learning-rate", type=float, help="of the uptraining; default: the recipe's")
     table.add_argument("--no-uptrain", dest="uptrain", action="store_false")
     table.set_defaults(run=quickstart)
     curve = commands.add_parser("windows", parents=[shared])

@@ -162,20 +162,22 @@ def first_token_table() -> str:
 
 def quickstart_methods_table() -> str:
     """Perplexity of the shipped model by method and number of KV heads, converted and after uptraining."""
-    cells: dict[tuple[str, str], dict[int, list[dict[str, float]]]] = {}
+    cells: dict[tuple[str, ...], dict[int, list[dict[str, float]]]] = {}
     kept = read("methods")["cells"]
     for name, cell in kept.items():
-        _, method, grouping, count, seed, *only = name.split("/")
-        if only and f"quickstart/{method}/{grouping}/{count}/{seed}" in kept:
-            continue  # that cell has the uptrained model as well
-        cells.setdefault((method, grouping), {}).setdefault(int(count), []).append(cell)
+        _, method, grouping, count, seed, *more = name.split("/")
+        if more == ["converted only"]:
+            if f"quickstart/{method}/{grouping}/{count}/{seed}" in kept:
+                continue  # that cell has the uptrained model as well
+            more = []
+        cells.setdefault((method, grouping, *more), {}).setdefault(int(count), []).append(cell)
     counts = sorted({count for of_method in cells.values() for count in of_method}, reverse=True)
     rows: list[list[Any]] = [
         ["method", *(f"{count} KV, {when}" for count in counts for when in ("converted", "uptrained"))]
     ]
     before = {cell["before"] for of_method in cells.values() for seeds in of_method.values() for cell in seeds}
-    for (method, grouping), of_method in sorted(cells.items(), key=lambda item: _METHODS.index(item[0][0])):
-        row = [method if method not in ("fold", "aligned") else f"{method}, {grouping}"]
+    for (method, grouping, *more), of_method in sorted(cells.items(), key=lambda i: (_METHODS.index(i[0][0]), *i[0])):
+        row = [", ".join([method, *([grouping] if method in ("fold", "aligned") else []), *more])]
         for count in counts:
             seeds = of_method.get(count, [])
             row += [
