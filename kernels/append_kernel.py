@@ -85,12 +85,12 @@ def _append(
     positions_ptr,  # (B)
     block_table_ptr,  # (B, max_pages), or None: contiguous
     num_tokens: tl.int32,
-    key_stride_b: tl.int32,
-    key_stride_t: tl.int32,
-    key_stride_g: tl.int32,
-    value_stride_b: tl.int32,
-    value_stride_t: tl.int32,
-    value_stride_g: tl.int32,
+    key_stride_b: tl.int64,
+    key_stride_t: tl.int64,
+    key_stride_g: tl.int64,
+    value_stride_b: tl.int64,
+    value_stride_t: tl.int64,
+    value_stride_g: tl.int64,
     k_stride_row: tl.int64,
     k_stride_slot: tl.int64,
     k_stride_head: tl.int64,
@@ -113,14 +113,14 @@ def _append(
     IS_INT4: tl.constexpr,
 ):
     """One program per new token and KV head."""
-    b = tl.program_id(0) // num_tokens
-    t = tl.program_id(0) % num_tokens
+    b = (tl.program_id(0) // num_tokens).to(tl.int64)
+    t = (tl.program_id(0) % num_tokens).to(tl.int64)
     g = tl.program_id(1).to(tl.int64)
     first = tl.load(positions_ptr + b)
     if first < 0:
         return
-    slot = (first + t).to(tl.int64)
-    row = b.to(tl.int64)
+    slot = first + t
+    row = b
     if block_table_ptr is not None:
         row = tl.load(block_table_ptr + row * table_stride + slot // PAGE_SIZE).to(tl.int64)
         slot = slot % PAGE_SIZE
@@ -131,7 +131,7 @@ def _append(
             k_scale_ptr += row * k_scale_stride_row + slot * k_scale_stride_slot + g * k_scale_stride_head
         v_scale_ptr += row * v_scale_stride_row + slot * v_scale_stride_slot + g * v_scale_stride_head
     _store_row(
-        key_ptr + b.to(tl.int64) * key_stride_b + t * key_stride_t + g * key_stride_g,
+        key_ptr + b * key_stride_b + t * key_stride_t + g * key_stride_g,
         k_ptr + row * k_stride_row + slot * k_stride_slot + g * k_stride_head,
         k_scale_ptr,
         HEAD_DIM,
@@ -142,7 +142,7 @@ def _append(
         IS_INT4,
     )
     _store_row(
-        value_ptr + b.to(tl.int64) * value_stride_b + t * value_stride_t + g * value_stride_g,
+        value_ptr + b * value_stride_b + t * value_stride_t + g * value_stride_g,
         v_ptr + row * v_stride_row + slot * v_stride_slot + g * v_stride_head,
         v_scale_ptr,
         HEAD_DIM,
@@ -175,28 +175,30 @@ def kv_append_triton(
     scale_strides: list[int] = []
     for scale in (k_scale, v_scale):
         scale_strides += (0, 0, 0) if scale is None or scale.dim() == 2 else scale.stride()
-    _append[(batch_size * num_tokens, num_heads)](
-        key,
-        value,
-        k_cache,
-        v_cache,
-        k_scale.contiguous() if k_scale is not None and per_channel else k_scale,
-        v_scale,
-        positions.contiguous(),
-        block_table,
-        num_tokens,
-        *key.stride()[:3],
-        *value.stride()[:3],
-        *k_cache.stride()[:3],
-        *v_cache.stride()[:3],
-        *scale_strides,
-        0 if block_table is None else block_table.stride(0),
-        HEAD_DIM=head_dim,
-        BLOCK_D=triton.next_power_of_2(head_dim // 2 if cache_dtype == "int4" else head_dim),
-        PAGE_SIZE=1 if block_table is None else k_cache.shape[1],
-        K_SCALE_PER_CHANNEL=per_channel,
-        LIMIT=QUANTISED_MAX.get(cache_dtype, 1.0),
-        IS_INTEGER=cache_dtype.startswith("int"),
-        IS_INT4=cache_dtype == "int4",
-        num_warps=1,
-    )
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(key):
+        _append[(batch_size * num_tokens, num_heads)](
+            key,
+            value,
+            k_cache,
+            v_cache,
+            k_scale.contiguous() if k_scale is not None and per_channel else k_scale,
+            v_scale,
+            positions.contiguous(),
+            block_table,
+            num_tokens,
+            *key.stride()[:3],
+            *value.stride()[:3],
+            *k_cache.stride()[:3],
+            *v_cache.stride()[:3],
+            *scale_strides,
+            0 if block_table is None else block_table.stride(0),
+            HEAD_DIM=head_dim,
+            BLOCK_D=triton.next_power_of_2(head_dim // 2 if cache_dtype == "int4" else head_dim),
+            PAGE_SIZE=1 if block_table is None else k_cache.shape[1],
+            K_SCALE_PER_CHANNEL=per_channel,
+            LIMIT=QUANTISED_MAX.get(cache_dtype, 1.0),
+            IS_INTEGER=cache_dtype.startswith("int"),
+            IS_INT4=cache_dtype == "int4",
+            num_warps=1,
+        )

@@ -22,7 +22,7 @@ from .reference import gqa_decode_reference
 
 ATTN_IMPLEMENTATION = "headfold"
 MAX_HEAD_DIM = 256  # that the kernels hold in registers
-
+MAX_SLOT_STRIDE = 2**24  # that the kernels reach across a tile of 128 keys with offsets of 32 bits
 
 # Arguments with which some models change what attention means.
 _NOT_HONOURED = frozenset({"output_attentions", "head_mask", "indices", "block_indices", "sinks"})
@@ -60,7 +60,7 @@ def gqa_decode(
         neighbours.
     k_cache, v_cache: (B, S, G, D), or with `block_table` pages (num_pages, page_size, G, D). Of q's dtype, or
         float8_e4m3fn, float8_e5m2, int8, or int4 packed into uint8 (..., D/2) with elements j and j + D/2 in byte j.
-        Any strides, except that the last axis is contiguous.
+        Any strides, except that the last axis is contiguous; for the kernels slots are at most 2^24 elements apart.
     seq_lens: (B) int32 on q's device: keys of each sequence, the current token's included.
     seq_starts: (B) int32: keys before it are not attended to (left padding). Default 0.
     block_table: (B, max_pages) int32: page of each run of page_size tokens. Entries that no key needs may hold
@@ -100,6 +100,9 @@ def gqa_decode(
 
         if shape.head_dim > MAX_HEAD_DIM:
             refuse("q", f"of a head_dim of at most {MAX_HEAD_DIM}", shape.head_dim)
+        for name, x in (("k_cache", k_cache), ("v_cache", v_cache)):
+            if x.stride(1) > MAX_SLOT_STRIDE:
+                refuse(name, f"of slots at most {MAX_SLOT_STRIDE} elements apart", x.stride(1))
         out, lse = gqa_decode_triton(q, k_cache, v_cache, seq_lens, softmax_scale, **options)
         return (out, lse) if return_lse else out
     if shape.cache_dtype == str(q.dtype).removeprefix("torch.") and not (

@@ -603,6 +603,10 @@ def gqa_decode_triton(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Runs the kernels on arguments that `gqa_decode` has checked; returns output and LSE."""
     shape = decode_shape(q, k_cache, block_table, k_scale)
+    if max(q.stride()) * shape.num_heads >= 2**31:
+        q = q.contiguous()  # the last token of a very long prompt: 32-bit offsets would not reach
+    if window is not None:
+        window = min(window, max(shape.capacity, 1))  # fits 32 bits, as the kernel counts keys
     device_class, num_sms = _device(q.device)
     tile = tile_for(device_class, shape.head_dim, shape.group_size, q.dtype, shape.cache_dtype)
     programs = shape.num_key_value_heads * triton.cdiv(shape.group_size, tile.block_m)
@@ -635,63 +639,65 @@ def gqa_decode_triton(
     scale_strides: list[int] = []
     for scale in (k_scale, v_scale):
         scale_strides += (0, 0, 0) if scale is None or scale.dim() == 2 else scale.stride()
-    _attend[(shape.batch_size, programs, grid_splits)](
-        q,
-        k_cache,
-        v_cache,
-        k_scale.contiguous() if k_scale is not None and shape.key_scales == "channel" else k_scale,
-        v_scale,
-        seq_lens.contiguous(),
-        None if seq_starts is None else seq_starts.contiguous(),
-        block_table,
-        None if sinks is None else sinks.contiguous(),
-        out,
-        lse,
-        partial,
-        partial_lse,
-        splits_used,
-        softmax_scale,
-        softcap,
-        window,
-        shape.capacity,
-        shape.batch_size,
-        num_splits or 0,
-        programs_at_once,
-        *q.stride()[:2],
-        *(stride // unit for stride in k_cache.stride()[:3]),
-        *(stride // unit for stride in v_cache.stride()[:3]),
-        *scale_strides,
-        0 if block_table is None else block_table.stride(0),
-        HEAD_DIM=shape.head_dim,
-        GROUP_SIZE=shape.group_size,
-        PAGE_SIZE=shape.page_size or 1,
-        STRIDE_UNIT=unit,
-        SAME_STRIDES=k_cache.stride() == v_cache.stride(),
-        IS_INT4=shape.cache_dtype == "int4",
-        K_SCALE_PER_CHANNEL=shape.key_scales == "channel",
-        DOT_DTYPE=TRITON_DTYPES[operand],
-        NORMALISE_Q=is_quantised(shape.cache_dtype) and operand == torch.float16,
-        USE_PTX=not is_interpreted() and torch.version.hip is None,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_D=tile.block_d,
-        MAX_SPLITS=1 if grid_splits == 1 else 16 if grid_splits <= 16 else MAX_NUM_SPLITS,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-    )
-    if grid_splits > 1:
-        _combine[(shape.batch_size, shape.num_heads)](
-            partial,
-            partial_lse,
-            splits_used,
+    # Triton launches on the current device, which need not be that of the tensors.
+    with torch.cuda.device_of(q):
+        _attend[(shape.batch_size, programs, grid_splits)](
+            q,
+            k_cache,
+            v_cache,
+            k_scale.contiguous() if k_scale is not None and shape.key_scales == "channel" else k_scale,
+            v_scale,
+            seq_lens.contiguous(),
+            None if seq_starts is None else seq_starts.contiguous(),
+            block_table,
             None if sinks is None else sinks.contiguous(),
             out,
             lse,
-            grid_splits,
+            partial,
+            partial_lse,
+            splits_used,
+            softmax_scale,
+            softcap,
+            window,
+            shape.capacity,
+            shape.batch_size,
+            num_splits or 0,
+            programs_at_once,
+            *q.stride()[:2],
+            *(stride // unit for stride in k_cache.stride()[:3]),
+            *(stride // unit for stride in v_cache.stride()[:3]),
+            *scale_strides,
+            0 if block_table is None else block_table.stride(0),
             HEAD_DIM=shape.head_dim,
-            BLOCK_D=triton.next_power_of_2(shape.head_dim),
-            BLOCK_SPLITS=16,
+            GROUP_SIZE=shape.group_size,
+            PAGE_SIZE=shape.page_size or 1,
+            STRIDE_UNIT=unit,
+            SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+            IS_INT4=shape.cache_dtype == "int4",
+            K_SCALE_PER_CHANNEL=shape.key_scales == "channel",
+            DOT_DTYPE=TRITON_DTYPES[operand],
+            NORMALISE_Q=is_quantised(shape.cache_dtype) and operand == torch.float16,
+            USE_PTX=not is_interpreted() and torch.version.hip is None,
+            BLOCK_M=tile.block_m,
+            BLOCK_N=tile.block_n,
+            BLOCK_D=tile.block_d,
+            MAX_SPLITS=1 if grid_splits == 1 else 16 if grid_splits <= 16 else MAX_NUM_SPLITS,
+            num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
         )
+        if grid_splits > 1:
+            _combine[(shape.batch_size, shape.num_heads)](
+                partial,
+                partial_lse,
+                splits_used,
+                None if sinks is None else sinks.contiguous(),
+                out,
+                lse,
+                grid_splits,
+                HEAD_DIM=shape.head_dim,
+                BLOCK_D=triton.next_power_of_2(shape.head_dim),
+                BLOCK_SPLITS=16,
+            )
     return out.to(q.dtype), lse
 
 

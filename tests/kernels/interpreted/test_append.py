@@ -10,7 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralFo
 
 from headfold.kernels import KVCache, PagedKVCache, append, append_kernel, kv_append, register_attention
 from headfold.kernels.append import _append_torch
-from headfold.kernels.quantise import QUANTISED_MAX, channel_scale
+from headfold.kernels.quantise import QUANTISED_MAX, channel_scale, quantise, token_scale
 
 
 @pytest.mark.parametrize("cache_dtype", ["float32", "float16", "bfloat16", "int8", "int4"])
@@ -45,6 +45,41 @@ def test_like_torch(cache_dtype, per_channel, page_size, monkeypatch):
         results.append([*caches, *(x for x in (k_scale, v_scale) if x is not None)])
     for found, expected in zip(*results, strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_d1_offsets_beyond_2_31(tmp_path):
+    """New tokens and slots as far apart, contiguous and in pages, in sparse files."""
+
+    def sparse(name, size, dtype):
+        return torch.from_file(str(tmp_path / name), shared=True, size=size, dtype=dtype)
+
+    source = sparse("source", 2**31 + 64, torch.float16)
+    num_slots = 2**31 // 32 + 64
+    flat = [sparse(name, num_slots * 32, torch.int8) for name in ("k", "v")]
+    flat_scales = [torch.zeros(num_slots * 2) for _ in range(2)]
+    pages = torch.tensor([[num_slots // 16 - 1, num_slots // 16 - 3]], dtype=torch.int32)
+    apart = 2**30
+    for rows, table, first, slots in (
+        (1, None, num_slots - 3, [num_slots - 3, num_slots - 2, num_slots - 1]),
+        (num_slots // 16, pages, 15, [num_slots - 1, num_slots - 48, num_slots - 47]),
+    ):
+        new = [source.as_strided((1, 3, 2, 16), (0, apart, 16, 1), 32 * i) for i in range(2)]
+        for x in new:
+            x.normal_()
+        caches = [x.view(rows, -1, 2, 16) for x in flat]
+        scales = [x.view(rows, -1, 2) for x in flat_scales]
+        position = torch.tensor([first], dtype=torch.int32)
+        kv_append(*caches, *new, position, block_table=table, k_scale=scales[0], v_scale=scales[1])
+        for cache, scale, x in zip(flat, flat_scales, new, strict=True):
+            expected = token_scale(x[0], "int8")
+            assert torch.equal(scale.view(-1, 2)[slots], expected)
+            assert torch.equal(cache.view(-1, 2, 16)[slots], quantise(x[0], expected[..., None], "int8"))
+
+    # Sequences whose new tokens are as far apart.
+    key = source.as_strided((3, 1, 2, 16), (apart, 0, 16, 1))
+    cache = torch.zeros(3, 2, 2, 16, dtype=torch.float16)
+    kv_append(cache, cache.clone(), key, key, torch.tensor([1, 0, 1], dtype=torch.int32))
+    assert torch.equal(cache[[0, 1, 2], [1, 0, 1]], key[:, 0])
 
 
 def test_positions_inside_a_larger_tensor():

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 
-from headfold.kernels import decode, gqa_decode, gqa_decode_reference
+from headfold.kernels import KernelError, decode, gqa_decode, gqa_decode_reference
 from headfold.kernels.decode import gqa_decode_triton
 
 CACHE_DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8", "int4"]
@@ -81,6 +83,42 @@ def test_d1_offsets_beyond_2_31(tmp_path, case):
     found = gqa_decode(*arguments, window=50, **flat_scales)
     assert (found - gqa_decode_reference(*arguments, window=50, **flat_scales)).abs().max() < 2e-3
 
+    # Sequences as far apart.
+    far = [x.view(-1).as_strided((3, 64, 2, 64), (2**30, 128, 64, 1)) for x in large]
+    for x in far:
+        x.random_(-127, 128)
+    far_scales = {name: torch.rand(3, 64, 2) / 100 for name in scales}
+    arguments = (torch.randn(3, 4, 64).half(), *far, torch.tensor([40, 0, 64], dtype=torch.int32))
+    found = gqa_decode(*arguments, **far_scales)
+    assert (found - gqa_decode_reference(*arguments, **far_scales)).abs().max() < 2e-3
+
+
+def test_d1_queries_as_far_apart(tmp_path, case):
+    """As they are where q is the last token's of a long prompt, (B, H, T, D)."""
+    c = case([20], num_heads=3, num_kv_heads=1)
+    expected, _ = c.check()
+    file = torch.from_file(str(tmp_path / "q"), shared=True, size=2**31 + 64, dtype=torch.float16)
+    q = file.as_strided(c.q.shape, (2**31, 2**30, 1))
+    q.copy_(c.q)
+    c.q = q
+    assert torch.equal(c.run()[0], expected)
+
+
+def test_d1_slots_as_far_apart_as_may_be(tmp_path, case):
+    """Within a tile of keys the kernels' offsets have 32 bits: what they do not reach is refused."""
+    c = case([125], num_heads=2, num_kv_heads=1)
+    expected, _ = c.check()
+    for name in ("k", "v"):
+        file = torch.from_file(str(tmp_path / name), shared=True, size=128 * 2**24, dtype=torch.float16)
+        wide = file.view(1, 128, 1, 2**24)[..., :64]
+        setattr(c, name, wide.copy_(getattr(c, name)))
+    assert torch.equal(c.run()[0], expected)
+    for name in ("k_cache", "v_cache"):
+        caches = {"k_cache": c.k, "v_cache": c.v}
+        caches[name] = caches[name].as_strided((1, 127, 1, 64), (0, 2**24 + 1, 64, 1))
+        with pytest.raises(KernelError, match=rf"^{name} must be of slots at most {2**24} elements apart"):
+            gqa_decode(c.q, caches["k_cache"][:, :127], caches["v_cache"][:, :127], c.lengths)
+
 
 @pytest.mark.parametrize("page_size", [None, 16])
 def test_d2_lengths_with_zeros(case, page_size):
@@ -128,6 +166,12 @@ def test_d6_window_of_exactly_w_keys(case, window, page_size):
         c.check(window=window)
 
 
+@pytest.mark.parametrize("window", [2**31 - 1, 2**31, 2**40])
+def test_d6_a_window_larger_than_any_length(case, window):
+    c = case([0, 5, 33], num_heads=2, num_kv_heads=1)
+    assert torch.equal(c.run(window=window)[0], c.check()[0])
+
+
 @pytest.mark.parametrize("page_size", [16, 48])
 def test_d7_lengths_around_pages(case, page_size):
     lengths = [k * page_size + d for k in (1, 2) for d in (-1, 0, 1)]
@@ -163,13 +207,20 @@ def test_d10_zero_rows_and_outlier_channels(case):
     assert errors["per token"] > 4 * errors["none"]
 
 
-def test_d11_softcap_with_large_logits(case):
-    c = case([50, 3], dtype=torch.float32)
-    c.q = c.q.sign() * 25
-    c.k = torch.where(c.k.isfinite(), c.k.sign(), c.k)  # logits up to 200 after the scale of 1/8
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("largest", [200.0, 20000.0])
+def test_d11_softcap_with_large_logits(case, dtype, largest):
+    """A cap of 50 over logits up to +-200, and up to where exp overflows."""
+    c = case([50, 3], dtype=dtype)
+    c.q = c.q.sign() * (largest / 8)  # the scale is 1/8, D is 64
+    c.q[:, 1::2] = -c.q[:, ::2]
+    steps = torch.linspace(-1, 1, c.k.shape[1])[:, None, None]
+    c.k = torch.where(c.k.isfinite(), (c.q[:, None, ::2].sign() * steps).to(dtype), c.k)
     out, _ = c.check(softcap=50.0, largest_logit=50.0)
-    uncapped, _ = c.run()
-    assert (out - uncapped).abs().max() > 1e-3
+    assert (out - c.run()[0]).abs().max() > 1e-3
+
+
+def test_softcap_with_sinks(case):
     case([50, 3], sinks=torch.randn(4), softcap=5.0).check()
 
 
@@ -190,12 +241,72 @@ def test_d16_more_splits_than_tiles(case, cache_dtype, monkeypatch):
         assert (out - one).abs().max() < 2e-3
         assert torch.allclose(lse, one_lse, atol=1e-5)
 
+    # More splits in use than are merged at once: 19 tiles of 32 keys.
+    c = case([600, 33, 0], cache_dtype=cache_dtype, head_dim=256, num_heads=2, num_kv_heads=1)
+    assert (c.check(num_splits=20)[0] - c.check(num_splits=1)[0]).abs().max() < 2e-3
 
-def test_splits_are_chosen_from_the_lengths(case):
-    """Without num_splits the kernels split by themselves: long sequences, and short ones beside them."""
-    c = case([1000, 3, 0, 260], num_heads=2, num_kv_heads=1, page_size=64)
-    auto, _ = c.check()
-    assert (auto - c.run(num_splits=1)[0]).abs().max() < 2e-3
+
+class Watched:
+    """A kernel that is launched as ever; `before` sees the arguments first."""
+
+    def __init__(self, kernel, before):
+        self.kernel, self.before = kernel, before
+
+    def __getitem__(self, grid):
+        def launch(*args, **options):
+            self.before(*args)
+            return self.kernel[grid](*args, **options)
+
+        return launch
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "options"),
+    [(4, {"window": 500}), (132, {"seq_starts": torch.tensor([70, *[0] * 8], dtype=torch.int32)})],
+)
+def test_splits_are_chosen_from_the_lengths(case, monkeypatch, num_sms, options):
+    """Without num_splits: as the cost model, written here once more, would have it. Long, short and empty sequences."""
+    lengths = [600, 3, 0, 260, *[20] * 5]
+    c = case(lengths, num_heads=2, num_kv_heads=1, head_dim=256, page_size=64, **options)
+    used = []
+    monkeypatch.setattr(decode, "_device", lambda device: ("sm_90", num_sms))
+    monkeypatch.setattr(decode, "_combine", Watched(decode._combine, lambda *args: used.append(args[2].tolist())))
+    c.check()
+
+    tile = decode.tile_for("sm_90", 256, 2, torch.float16, "float16")
+    at_once = num_sms * tile.programs_per_sm
+    starts = options.get("seq_starts", torch.zeros(9)).int().tolist()
+    if "window" in options:
+        starts = [max(length - options["window"], 0) for length in lengths]
+    tiles = [
+        -(-end // tile.block_n) - start // tile.block_n if end > start else 0
+        for start, end in zip(starts, lengths, strict=True)
+    ]
+    costs = {}
+    for num_splits in range(1, -(-2 * at_once // 9) + 1):
+        each = -(-max(tiles) // num_splits)
+        programs = sum(-(-n // each) for n in tiles)
+        costs[num_splits] = -(-programs // at_once) * (each + 10) + 0.2 * num_splits
+    each = -(-max(tiles) // min(costs, key=costs.__getitem__))
+    assert used == [[-(-n // each) for n in tiles]] and max(used[0]) > 1
+
+
+def test_launches_where_its_tensors_are(case, monkeypatch):
+    """On the device of q, which need not be the current one: Triton alone would take that."""
+    inside, launched = [], []
+
+    @contextlib.contextmanager
+    def device_of(x):
+        inside.append(x)
+        yield
+        inside.pop()
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("_attend", "_combine"):
+        monkeypatch.setattr(decode, name, Watched(getattr(decode, name), lambda *_: launched.append(list(inside))))
+    c = case([300])
+    c.run(num_splits=2)
+    assert len(launched) == 2 and all(len(x) == 1 and x[0].shape == c.q.shape for x in launched)
 
 
 def test_fixed_splits_do_not_depend_on_the_batch(case):
@@ -214,6 +325,22 @@ def test_d17_a_start_per_row(case):
     c.check(window=30)
     c.options["seq_starts"] = torch.tensor([40, 0, 199], dtype=torch.int32)  # nothing left, everything, the last
     assert (c.check()[0][0] == 0).all()
+
+
+@pytest.mark.parametrize("cache_dtype", ["float16", "int8", "int4"])
+def test_d17_what_lies_before_the_start_changes_nothing(case, cache_dtype):
+    """Left pads of 3 and 17, NaN in scales and 16-bit values there, and the page of the first 16 gone."""
+    starts = [3, 17, 0]
+    c = case([40, 40, 20], cache_dtype=cache_dtype, page_size=16, seq_starts=torch.tensor(starts, dtype=torch.int32))
+    expected = c.check()
+    for b, start in enumerate(starts):
+        for n in range(start):
+            place = (int(c.options["block_table"][b, n // 16]), n % 16)
+            for x in (c.k, c.v, c.options.get("k_scale"), c.options.get("v_scale")):
+                if x is not None:
+                    x[place] = torch.nan if x.dtype.is_floating_point else 0x7F
+    c.options["block_table"][1, 0] = -1
+    assert all(torch.equal(a, b) for a, b in zip(c.run(), expected, strict=True))
 
 
 def test_sinks_are_counted_once(case):
