@@ -411,19 +411,21 @@ class PagedKVCache(KVCache):
                     "with more"
                 )
             pages = self.pages[row]
-            partial = length // self.pool.page_size
-            if num_new and partial < len(pages) and self.pool.must_copy(pages[partial]):
-                page = self.pool.take()
-                for layer in self.layers:
-                    for x in layer.tensors:
-                        if x.dim() > 2:  # not a scale per channel, which all sequences share
-                            x[page] = x[pages[partial]]
-                self.pool.release([pages[partial]])
-                pages[partial] = page
-                self.block_table[row, partial] = page
+            page_size = self.pool.page_size
+            # Pages that the sequence has already, and is about to write to.
+            for i in range(length // page_size, min(len(pages), -(-(length + num_new) // page_size))):
+                if self.pool.must_copy(pages[i]):
+                    page = self.pool.take()
+                    for layer in self.layers:
+                        for x in layer.tensors:
+                            if x.dim() > 2:  # not a scale per channel, which all sequences share
+                                x[page] = x[pages[i]]
+                    self.pool.release([pages[i]])
+                    pages[i] = page
+                    self.block_table[row, i] = page
             num_had = len(pages)
             try:
-                while len(pages) * self.pool.page_size < length + num_new:
+                while len(pages) * page_size < length + num_new:
                     pages.append(self.pool.take())
             finally:  # also where pages run out: those that were taken stay, for when others are free
                 if len(pages) > num_had:
@@ -455,6 +457,7 @@ class PagedKVCache(KVCache):
         pages = self.pool.find(list(tokens[: len(tokens) - 1]))
         for page in pages:
             self.pool.hold(page)
+        self.pool.release(self.pages[row])  # that were taken for tokens which never came
         self._set_row(row, pages, len(pages) * self.pool.page_size)
         return self._lengths[row]
 

@@ -320,6 +320,32 @@ def test_pages_that_ran_out_are_enough_when_others_are_freed():
     assert (found - full[:, -2]).abs().max() < 1e-4 and (step - full[:, -1:]).abs().max() < 1e-4
 
 
+def test_pages_reserved_before_a_fork_are_not_written_by_both():
+    """Room made ahead is shared too: prompts over several pages at once must each go into pages of their own."""
+    model = make_model()
+    cache = PagedKVCache(model.config, num_sequences=2, max_tokens=32, page_size=4)
+    with cache.only([0]):
+        model(torch.tensor([[2, 3, 4, 5, 6]]), cache=cache)
+        cache.reserve(14)
+    cache.fork(0, 1)
+    parts = [list(range(20, 31)), list(range(40, 51))]
+    for row, part in enumerate(parts):
+        with cache.only([row]):
+            model(torch.tensor([part]), cache=cache)
+    logits = step(model, cache, [60, 61])
+    for row, part in enumerate(parts):
+        assert (logits[row] - alone(model, [2, 3, 4, 5, 6, *part], [60 + row], None)).abs().max() < 1e-4
+    assert set(cache.pages[0][1:]).isdisjoint(cache.pages[1][1:]) and cache.pages[0][0] == cache.pages[1][0]
+
+
+def test_pages_taken_for_tokens_that_never_came_are_not_lost():
+    cache = PagedKVCache(LlamaConfig(**SMALL), num_sequences=1, max_tokens=32, page_size=4)
+    cache.reserve(9)
+    assert cache.pool.num_available == 8 - 3
+    assert cache.attach(0, [1, 2, 3]) == 0
+    assert cache.pool.num_available == 8
+
+
 def test_other_attention_says_what_to_do():
     model = make_model(attention="sdpa")
     cache = PagedKVCache(model.config, num_sequences=1, max_tokens=32)
