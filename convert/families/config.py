@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 from headfold.convert.errors import CheckpointError, RefusedError
 from headfold.convert.families.declared import FAMILIES, MULTI_QUERY_FAMILIES, UNSUPPORTED, WITHOUT_KV_FIELD, Family
@@ -13,6 +13,8 @@ from headfold.convert.families.declared import FAMILIES, MULTI_QUERY_FAMILIES, U
 KV_FIELD = "num_key_value_heads"
 _GPT_NAMES = {"hidden_size": "n_embd", "num_attention_heads": "n_head", "num_hidden_layers": "n_layer"}
 """What the fields are called in configs of GPT's line."""
+_MAX_COUNT, _MAX_LAYERS = 1_000_000, 10_000
+"""Far beyond any model, and little enough that no config makes a loop over heads or layers last."""
 
 
 @dataclass(frozen=True)
@@ -79,13 +81,14 @@ def attention_config(config: dict[str, Any]) -> AttentionConfig:
     text = {**{field: text[name] for field, name in _GPT_NAMES.items() if name in text}, **text}
     family = FAMILIES.get(model_type) or MULTI_QUERY_FAMILIES.get(model_type)
     hidden_size = _count(text, "hidden_size", model_type)
-    num_layers = _count(text, "num_hidden_layers", model_type)
+    num_layers = _count(text, "num_hidden_layers", model_type, _MAX_LAYERS)
     default_head_dim = family.head_dim if family else None
+    states_head_dim = _states(text, "head_dim")
     heads, kv_heads, head_dims = [], [], []
     for layer in range(num_layers):
         num_heads = _per_layer(text, "num_attention_heads", layer)
         num_kv_heads = _per_layer(text, KV_FIELD, layer)
-        head_dim = _per_layer(text, "head_dim", layer) if _states(text, "head_dim") else default_head_dim
+        head_dim = _per_layer(text, "head_dim", layer) if states_head_dim else default_head_dim
         if num_heads is None:
             raise CheckpointError(f"config.json: {model_type} without num_attention_heads")
         if head_dim is None:
@@ -122,17 +125,17 @@ def with_num_key_value_heads(config: dict[str, Any], num_key_value_heads: int) -
     """A copy of a config that states this number for all layers; every other key and their order stay as they are."""
     config = copy.deepcopy(config)
     text = config["text_config"] if isinstance(config.get("text_config"), dict) else config
-    old = text.get(KV_FIELD)
-    new: Any = [num_key_value_heads] * len(old) if isinstance(old, list) else num_key_value_heads
-    if KV_FIELD in text:
-        text[KV_FIELD] = new
-    else:
+    for part in (config, text):  # a config with a text_config may repeat the field
+        if KV_FIELD in part:
+            old = part[KV_FIELD]
+            part[KV_FIELD] = [num_key_value_heads] * len(old) if isinstance(old, list) else num_key_value_heads
+    if KV_FIELD not in text:
         items = list(text.items())
         text.clear()
         for key, value in items:
             text[key] = value
             if key in ("num_attention_heads", _GPT_NAMES["num_attention_heads"]):
-                text[KV_FIELD] = new
+                text[KV_FIELD] = num_key_value_heads
     overrides = text.get("per_layer_config")
     for layer in overrides.values() if isinstance(overrides, dict) else ():
         if isinstance(layer, dict) and KV_FIELD in layer:
@@ -141,9 +144,10 @@ def with_num_key_value_heads(config: dict[str, Any], num_key_value_heads: int) -
 
 
 def _refuse_unsupported(config: dict[str, Any], text: dict[str, Any], model_type: str) -> None:
-    if "quantization_config" in config or "quantization_config" in text or "compression_config" in config:
-        settings = config.get("quantization_config") or text.get("quantization_config") or {}
-        method = settings.get("quant_method") if isinstance(settings, dict) else None
+    settings = [config.get("quantization_config"), text.get("quantization_config"), config.get("compression_config")]
+    settings = [value for value in settings if value is not None]  # null is what some exporters write for none
+    if settings:
+        method = settings[0].get("quant_method") if isinstance(settings[0], dict) else None
         raise RefusedError(
             f"{model_type}: the weights are quantised ({ascii(method)[:40]}); "
             "convert the unquantised checkpoint and quantise the result"
@@ -186,14 +190,20 @@ def _per_layer(text: dict[str, Any], field: str, layer: int) -> int | None:
             value = layer_config.get(field, value)
     if value is None:
         return None
-    if type(value) is not int or value <= 0:
-        raise CheckpointError(f"config.json: {field} is {ascii(value)[:40]}, not a positive number")
+    if not _is_count(value):
+        raise CheckpointError(
+            f"config.json: {field} is {ascii(value)[:40]}, not a positive number up to {_MAX_COUNT:,}"
+        )
     return value
 
 
-def _count(text: dict[str, Any], field: str, model_type: str) -> int:
+def _count(text: dict[str, Any], field: str, model_type: str, limit: int = _MAX_COUNT) -> int:
     value = text.get(field)
-    if type(value) is not int or value <= 0 or value > 1_000_000:
-        found = "is missing" if field not in text else f"is {ascii(value)[:40]}, not a positive number"
+    if not _is_count(value, limit):
+        found = "is missing" if field not in text else f"is {ascii(value)[:40]}, not a positive number up to {limit:,}"
         raise CheckpointError(f"config.json: {model_type}: {field} {found}")
     return value
+
+
+def _is_count(value: Any, limit: int = _MAX_COUNT) -> TypeGuard[int]:
+    return type(value) is int and 0 < value <= limit

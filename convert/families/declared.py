@@ -21,7 +21,7 @@ def _sliding_layers(text: dict[str, Any], layer: int) -> bool:
     types = text.get("layer_types")
     if isinstance(types, list) and layer < len(types):
         return types[layer] == "sliding_attention"
-    return not isinstance(pattern, int) or (layer + 1) % pattern != 0
+    return not (isinstance(pattern, int) and pattern) or (layer + 1) % pattern != 0
 
 
 def _cohere2_layers(text: dict[str, Any], layer: int) -> bool:
@@ -33,7 +33,8 @@ def _smollm3_layers(text: dict[str, Any], layer: int) -> bool:
     layers = text.get("no_rope_layers")
     if isinstance(layers, list) and layer < len(layers):
         return bool(layers[layer])
-    return (layer + 1) % (text.get("no_rope_layer_interval") or 4) != 0
+    interval = text.get("no_rope_layer_interval")
+    return (layer + 1) % (interval if isinstance(interval, int) and interval else 4) != 0
 
 
 @dataclass(frozen=True)

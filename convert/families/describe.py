@@ -32,7 +32,7 @@ def describe(checkpoint: Checkpoint) -> list[AttentionLayer]:
     then unknown. Raises RefusedError for what cannot be converted, CheckpointError where tensors and config disagree.
     """
     config = attention_config(checkpoint.config)
-    _refuse_quantised(checkpoint, config)
+    refuse_quantised(checkpoint)
     prefix, layers = _find_layers(checkpoint, config)
     if config.family is not None:
         return [_layer(checkpoint, config, config.family, prefix, index) for index in layers]
@@ -47,7 +47,8 @@ def describe(checkpoint: Checkpoint) -> list[AttentionLayer]:
     return described
 
 
-def _refuse_quantised(checkpoint: Checkpoint, config: AttentionConfig) -> None:
+def refuse_quantised(checkpoint: Checkpoint) -> None:
+    """Raises RefusedError for tensors whose names are those of quantised weights."""
     for name in checkpoint.tensors:
         if _QUANTISED_NAMES.match(name):
             raise RefusedError(
@@ -60,7 +61,9 @@ def _find_layers(checkpoint: Checkpoint, config: AttentionConfig) -> tuple[str, 
     """The prefix of the layers' names (`model.layers.`) and the numbers of those that have attention."""
     family = config.family or Family()
     anchor = family.fused or "k_proj"
-    pattern = re.compile(rf"(?P<prefix>(?:.*\.)?{family.layers}\.)(?P<index>\d+)\.{family.attention}\.{anchor}\.weight")
+    # A number of more digits is no layer's. Braces would be fields to fill in where each head has a norm of its own.
+    place = rf"(?P<prefix>(?:[^{{}}]*\.)?{family.layers}\.)(?P<index>[0-9]{{1,6}})\.{family.attention}\."
+    pattern = re.compile(rf"{place}{anchor}\.weight")
     found: dict[str, set[int]] = {}
     for name in checkpoint.tensors:
         if match := pattern.fullmatch(name):
@@ -76,11 +79,11 @@ def _find_layers(checkpoint: Checkpoint, config: AttentionConfig) -> tuple[str, 
         )
     prefix, indices = next(iter(found.items()))
     may_lack = family.is_hybrid or config.family is None or "per_layer_config" in config.text
-    missing = [
-        layer
-        for layer in sorted(set(range(config.num_layers)) - indices)
-        if not may_lack or any(name.startswith(f"{prefix}{layer}.{family.attention}.") for name in checkpoint.tensors)
-    ]
+    missing = sorted(set(range(config.num_layers)) - indices)
+    if may_lack:  # but not if something of its attention is there
+        matches = map(re.compile(place).match, checkpoint.tensors)
+        partial = {int(match["index"]) for match in matches if match and match["prefix"] == prefix}
+        missing = [layer for layer in missing if layer in partial]
     if missing:
         raise CheckpointError(
             f"{checkpoint.path}: config.json says num_hidden_layers {config.num_layers}, "

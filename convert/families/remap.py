@@ -29,6 +29,7 @@ from headfold.convert.checkpoint import Checkpoint, row_blocks
 from headfold.convert.errors import CheckpointError, RefusedError
 from headfold.convert.families.config import KV_FIELD, AttentionConfig, attention_config
 from headfold.convert.families.declared import MULTI_QUERY_FAMILIES
+from headfold.convert.families.describe import refuse_quantised
 from headfold.convert.header import DTYPE_BITS, TensorEntry, torch_dtype
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ REMAPPED = {"gpt_neox": "phi", "gptj": "phi", "gpt2": "gpt_bigcode", "opt": "gpt
 """The model types that are re-mapped, and what they become."""
 
 _OPT_POSITION_OFFSET = 2
+_NOT_HEEDED = ("head_dim", "per_layer_config", "text_config")
+"""What the source's class has no use for if a config says it, and what the target's would heed."""
 
 # Buffers of old checkpoints, which the classes compute themselves.
 _BUFFERS = re.compile(r".*\.(attention|attn|self_attention)\.(bias|masked_bias|rotary_emb\.inv_freq)")
@@ -52,7 +55,9 @@ def remap_config(config: dict[str, Any]) -> dict[str, Any]:
     """
     remaps = {"gpt_neox": _neox_config, "gptj": _gptj_config, "gpt2": _gpt2_config, "opt": _opt_config}
     remaps |= {"gpt_bigcode": _bigcode_config, "falcon": _falcon_config}
-    return remaps[config["model_type"]](config) if config["model_type"] in remaps else config
+    if config["model_type"] not in remaps:
+        return config
+    return remaps[config["model_type"]]({key: value for key, value in config.items() if key not in _NOT_HEEDED})
 
 
 def remap(checkpoint: Checkpoint) -> Checkpoint:
@@ -66,6 +71,7 @@ def remap(checkpoint: Checkpoint) -> Checkpoint:
     if model_type in MULTI_QUERY_FAMILIES and checkpoint.config.get("multi_query", True):
         return replace(checkpoint, config=config)
     counts = attention_config(config)
+    refuse_quantised(checkpoint)
     index = _index_without_counts(checkpoint)
     target = replace(checkpoint, config=config, tensors={}, computed={}, index=index)
     builder = _Builder(checkpoint, target, counts)
@@ -305,13 +311,14 @@ def _gptj_config(config: dict[str, Any]) -> dict[str, Any]:
         if type(value) is not int or value <= 0:
             raise RefusedError(f"gptj: cannot be converted: {name} is {ascii(value)[:40]}, not a positive number")
     head_dim = hidden // heads
+    if hidden % heads or rotary_dim > head_dim or rotary_dim % 2:
+        raise RefusedError(
+            f"gptj: cannot be converted: n_embd {ascii(hidden)[:40]}, n_head {ascii(heads)[:40]} and "
+            f"rotary_dim {ascii(rotary_dim)[:40]} do not go together"
+        )
     share = rotary_dim / head_dim
     if int(head_dim * share) != rotary_dim:  # a share that rounds down to one channel less
         share = (rotary_dim + 0.5) / head_dim
-    if hidden % heads or rotary_dim > head_dim or rotary_dim % 2:
-        raise RefusedError(
-            f"gptj: cannot be converted: n_embd {hidden}, n_head {heads} and rotary_dim {rotary_dim} do not go together"
-        )
     inner = config.get("n_inner")
     gone = {"n_embd", "n_head", "n_layer", "n_positions", "n_inner", "rotary_dim", "activation_function", "attn_pdrop"}
     gone |= {"layer_norm_epsilon", "resid_pdrop", "embd_pdrop"}
@@ -471,6 +478,8 @@ def _remap_opt(builder: _Builder) -> None:
     builder.rename(f"{prefix}embed_tokens.weight", "transformer.wte.weight")
     positions = f"{prefix}embed_positions.weight"
     num_positions = builder.entry(positions, (None, hidden)).shape[0] - _OPT_POSITION_OFFSET
+    if num_positions <= 0:
+        raise CheckpointError(f"{builder.source.path}: {positions} has no rows but those that no token has")
 
     def position_rows(start: int, stop: int) -> torch.Tensor:
         return builder.source.read(positions, (start + _OPT_POSITION_OFFSET, stop + _OPT_POSITION_OFFSET))

@@ -208,6 +208,39 @@ def expand(path: Path, output: Path, num_key_value_heads: int) -> Path:
     return output
 
 
+HOSTILE = (None, True, 0, -1, 10**12, 0.5, float("nan"), "x", [], [None], {}, {"0": 1})
+_OPTIONAL_KEYS = (
+    *("head_dim", "per_layer_config", "text_config", "quantization_config", "initializer_range", "clip_qkv"),
+    *("sliding_window_pattern", "no_rope_layer_interval", "partial_rotary_factor", "rope_parameters"),
+)
+
+
+def refuses_hostile_configs(path: Path) -> None:
+    """Asserts that every key of a config with every hostile value is read, or refused in one line, at once."""
+    from dataclasses import replace
+
+    from headfold.convert.checkpoint import Checkpoint
+    from headfold.convert.errors import HeadfoldError
+    from headfold.convert.families import attention_config, describe
+    from headfold.convert.families.remap import remap, remap_config
+
+    checkpoint = Checkpoint.open(path)
+    whole = checkpoint.config
+    by_rule = {key: value for key, value in whole.items() if key not in ("layer_types", "no_rope_layers")}
+    for base in (whole, by_rule):
+        for key in {*base, *_OPTIONAL_KEYS} - {"model_type"}:
+            for value in HOSTILE:
+                config = {**base, key: value}
+                for read in (
+                    lambda config: attention_config(remap_config(config)).refuse_count(1),
+                    lambda config: describe(remap(replace(checkpoint, config=config))),
+                ):
+                    try:
+                        read(config)
+                    except HeadfoldError as error:
+                        assert str(error).isprintable() and len(str(error)) < 1000, (key, value, error)
+
+
 FLAT = ("olmo2", "olmo3", "olmoe", "flex_olmo", "minimax_m2")
 
 

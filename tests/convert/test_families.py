@@ -17,7 +17,7 @@ from headfold.convert import convert_checkpoint
 from headfold.convert.check import check_checkpoint
 from headfold.convert.checkpoint import Checkpoint
 from headfold.convert.errors import CheckpointError, RefusedError
-from headfold.convert.families import describe
+from headfold.convert.families import describe, with_num_key_value_heads
 from headfold.convert.families.declared import FAMILIES, MULTI_QUERY_FAMILIES, UNSUPPORTED, WITHOUT_KV_FIELD
 
 TOLERANCE = 1e-4  # float32, logits of about 2
@@ -255,6 +255,8 @@ def test_a14_unsupported_configs_are_refused(config):
         ({"num_key_value_heads": -6}, "num_key_value_heads is -6"),
         ({"head_dim": 8}, r"q_proj.weight should have the shape \[48, 48\], it has \[72, 48\]"),
         ({"num_key_value_heads": [6]}, "num_key_value_heads has 1 entries, too few for layer 1"),
+        ({"num_attention_heads": 10**12, "head_dim": 1}, "not a positive number up to 1,000,000"),
+        ({"num_hidden_layers": 10**6}, "not a positive number up to 10,000"),
     ],
 )
 def test_a22_configs_that_contradict_the_tensors(llama, change, message):
@@ -263,6 +265,61 @@ def test_a22_configs_that_contradict_the_tensors(llama, change, message):
     with pytest.raises(CheckpointError, match=message) as caught:
         describe(Checkpoint.open(llama))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["llama", "cohere2", "exaone4", "smollm3", "stablelm", "lfm2", "jamba"])
+def test_a22_no_value_in_a_config_is_more_than_refused(tiny, tmp_path, family):
+    tiny.refuses_hostile_configs(tiny.save(tiny.tiny_model(tiny.tiny_config(family)), tmp_path / "in"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers." + "9" * 5000 + ".self_attn.k_proj.weight",
+        "model.layers.\N{ARABIC-INDIC DIGIT ONE}.self_attn.k_proj.weight",
+        "{0.x}.layers.0.self_attn.k_proj.weight",
+        "model.layers.{head}.self_attn.k_proj.weight",
+    ],
+)
+def test_a22_hostile_names_of_layers(tiny, tmp_path, name):
+    """Of a family in which each head has a norm of its own, so that a name with braces would be filled in."""
+    path = tiny.save(tiny.tiny_model(tiny.tiny_config("stablelm")), tmp_path / "in")
+    tensors = load_file(path / "model.safetensors")
+    for only in (False, True):
+        prefix = name.removesuffix("0.self_attn.k_proj.weight")
+        renamed = {key.replace("model.layers.", prefix): tensor for key, tensor in tensors.items()} if only else tensors
+        save_file({**renamed, name: torch.ones(72, 72)}, path / "model.safetensors", metadata={"format": "pt"})
+        try:
+            describe(Checkpoint.open(path))
+        except RefusedError as error:
+            assert str(error).isprintable()
+
+
+def test_layers_that_may_lack_attention_may_not_lack_a_part_of_it(tiny, tmp_path):
+    path = tiny.save(tiny.tiny_model(tiny.tiny_config("jamba")), tmp_path / "in")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.weight"] = torch.ones(72, 48)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"layer 0 has no self_attn\.k_proj\.weight"):
+        describe(Checkpoint.open(path))
+
+
+def test_a14_a_quantization_config_of_null_is_none(llama, tmp_path):
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "quantization_config": None}))
+    convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written == {**config, "quantization_config": None, "num_key_value_heads": 2}
+
+
+def test_a_number_that_stands_beside_the_text_config_too_is_changed_with_it():
+    """transformers 4.52 to 4.56 wrote the fields of some multimodal models in both places."""
+    config = {"model_type": "x", "num_key_value_heads": 6, "text_config": {"num_key_value_heads": 6, "other": 6}}
+    assert with_num_key_value_heads(config, 2) == {
+        "model_type": "x",
+        "num_key_value_heads": 2,
+        "text_config": {"num_key_value_heads": 2, "other": 6},
+    }
 
 
 def test_the_table_in_the_docs_claims_what_is_tested_here():

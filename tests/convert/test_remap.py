@@ -377,3 +377,42 @@ def test_plan_knows_one_or_all(tiny, tmp_path, config):
     empty = plan(tmp_path)
     assert [option.num_key_value_heads for option in stored.options] == [6, 1]
     assert stored.options == empty.options
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *TO_ONE_HEAD])
+def test_a22_no_value_in_a_config_is_more_than_refused(tiny, tmp_path, config):
+    tiny.refuses_hostile_configs(tiny.save(tiny.tiny_model(config()), tmp_path / "in"))
+
+
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *TO_ONE_HEAD])
+def test_a14_names_of_quantised_weights_are_called_so(tiny, tmp_path, config):
+    """As old checkpoints of AutoGPTQ have them, whose config.json says nothing of it."""
+    path = tiny.save(tiny.tiny_model(config()), tmp_path / "in")
+    tensors = load_file(path / "model.safetensors")
+    ends = (".c_attn.weight", "query_key_value.weight", "q_proj.weight")
+    name = next(name for name in tensors if name.endswith(ends))
+    tensors[name.removesuffix("weight") + "qweight"] = tensors.pop(name).to(torch.int32)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match=r"the weights are quantised \(.*qweight\)"):
+        convert_checkpoint(path, tmp_path / "out", num_key_value_heads=1)
+
+
+@pytest.mark.parametrize(("key", "value"), [("head_dim", 24), ("per_layer_config", {"0": {"head_dim": 24}})])
+@pytest.mark.parametrize("config", [*CONFIGS.values(), *TO_ONE_HEAD])
+def test_what_the_source_does_not_heed_is_not_heeded_in_the_target(tiny, tmp_path, config, key, value):
+    path = tiny.save(tiny.tiny_model(config()), tmp_path / "in")
+    written = json.loads((path / "config.json").read_text())
+    convert_checkpoint(path, tmp_path / "plain", num_key_value_heads=1)
+    (path / "config.json").write_text(json.dumps({**written, key: value}))
+    convert_checkpoint(path, tmp_path / "out", num_key_value_heads=1)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("plain", "out")]
+    assert configs[0] == configs[1]
+
+
+def test_a22_opt_without_positions(tiny, tmp_path):
+    path = tiny.save(tiny.tiny_model(opt()), tmp_path / "in")
+    tensors = load_file(path / "model.safetensors")
+    tensors["model.decoder.embed_positions.weight"] = torch.ones(1, 72)
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(RefusedError, match="has no rows but those that no token has"):
+        convert_checkpoint(path, tmp_path / "out", num_key_value_heads=1)
