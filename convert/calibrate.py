@@ -212,21 +212,8 @@ def _fold_layer(
     target: Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The new tensors of a layer and its statistics; moves the streams on. `target` is scratch space."""
-    weights = AttentionWeights.read(checkpoint, layer).to(streams.model.device)
-    sampler = LogitSampler(layer, weights, streams.windows, NUM_SINKS, plan.seed)
-    statistics = _statistics(layer, weights, streams, converted, sampler, seed=plan.seed)
+    weights, record = _share(checkpoint, layer, streams, plan, converted)
     paths, energy = _move_original(layer, block, streams, original, target)
-    weights, groups, record = plan.share(statistics, weights)
-
-    weights, before, after = refit_logits(
-        sampler.sample(groups),
-        weights,
-        num_sweeps=_NUM_SWEEPS,
-        strength=_LOGIT_STRENGTH,
-        num_iterations=_NUM_ITERATIONS,
-    )
-    record |= {"logit_error_shared": math.sqrt(before), "logit_error_refitted": math.sqrt(after)}
-
     _assign(layer, block, weights)
     bias = None if layer.o.bias is None else checkpoint.read(layer.o.bias).to(streams.model.device).float()
     with streams.scratch(weights.o[0].numel()) as heads:
@@ -234,7 +221,7 @@ def _fold_layer(
         folded = weights.o.flatten(1)
         repaired, record["output_shrinkage"] = solve_with_held_out(fitted, held_out, folded)
         for name, output in (("output_error_shared", folded), ("output_error_repaired", repaired)):
-            record[name] = math.sqrt((fitted.error(output) + held_out.error(output)) / energy)
+            record[name] = math.sqrt(fitted.error(output) / energy)
 
         weights = replace(weights, o=repaired.view_as(weights.o)).rounded(streams.model.stored_dtype)
         _assign(layer, block, weights)
@@ -249,6 +236,24 @@ def _fold_layer(
             repaired = _repair_mlp(run, down, paths.down.scale, streams, original, converted, target, record)
             tensors[streams.model.stored_name(layer.index, f"{paths.down.name}.weight")] = repaired
     return tensors, record
+
+
+def _share(
+    checkpoint: Checkpoint, layer: AttentionLayer, streams: Streams, plan: _Plan, converted: Tensor
+) -> tuple[AttentionWeights, dict[str, Any]]:
+    """A layer's weights with shared heads, queries and keys refitted, and its statistics so far."""
+    weights = AttentionWeights.read(checkpoint, layer).to(streams.model.device)
+    sampler = LogitSampler(layer, weights, streams.windows, NUM_SINKS, plan.seed)
+    statistics = _statistics(layer, weights, streams, converted, sampler, seed=plan.seed)
+    weights, groups, record = plan.share(statistics, weights)
+    weights, before, after = refit_logits(
+        sampler.sample(groups),
+        weights,
+        num_sweeps=_NUM_SWEEPS,
+        strength=_LOGIT_STRENGTH,
+        num_iterations=_NUM_ITERATIONS,
+    )
+    return weights, record | {"logit_error_shared": math.sqrt(before), "logit_error_refitted": math.sqrt(after)}
 
 
 def _repair_mlp(
@@ -291,7 +296,7 @@ def _repair_mlp(
             output = nn.functional.linear(streams.load(all_features, batch), rounded, down.bias)
             converted[batch] = (streams.load(target, batch) + scale * output).to(converted)
     for name, weight in (("mlp_error_before", prior), ("mlp_error_repaired", repaired)):
-        record[name] = math.sqrt((fitted.error(weight) + held_out.error(weight)) / energy)
+        record[name] = math.sqrt(fitted.error(weight) / energy)
     return rounded
 
 

@@ -60,24 +60,24 @@ class NormalEquations:
 
         Ridge regression towards `prior`; E[f_i^2] is the mean over all features, so that `strength` has no unit.
         """
-        ridge = strength * self._features.diagonal().mean() + torch.finfo(torch.float64).tiny
+        diagonal = self._features.diagonal()
+        moments = diagonal.clone()
+        ridge = strength * moments.mean() + torch.finfo(torch.float64).tiny
         while True:
-            matrix = self._features.clone()
-            matrix.diagonal().add_(ridge)
-            factor, failed = torch.linalg.cholesky_ex(matrix)
+            diagonal.copy_(moments + ridge)  # in place: of a large MLP the matrix has a gigabyte
+            factor, failed = torch.linalg.cholesky_ex(self._features)
+            diagonal.copy_(moments)
             if not failed:
                 break
             ridge = 10 * ridge  # it is below the rounding of the moments
         right = self._products + ridge * prior.double()
         return torch.cholesky_solve(right.T, factor).T.to(prior.dtype)
 
-    def plus(self, other: NormalEquations) -> NormalEquations:
-        """Those of the rows of both."""
-        both = NormalEquations(self._features.shape[0], self._products.shape[0], self._features.device)
-        both._features = self._features + other._features
-        both._products = self._products + other._products
-        both._targets = self._targets + other._targets
-        return both
+    def include(self, other: NormalEquations) -> None:
+        """Count the rows of `other` as well."""
+        self._features += other._features
+        self._products += other._products
+        self._targets += other._targets
 
     def error(self, weight: Tensor) -> float:
         """E|y - W f|^2 of a matrix (E, F), summed over all rows."""
@@ -90,7 +90,7 @@ def solve_with_held_out(fitted: NormalEquations, held_out: NormalEquations, prio
     """The solution on all rows, and its strength: that with which a fit to `fitted` has the least error on `held_out`.
 
     What calibration text says about a direction holds for other text only as far as there was enough of it. The
-    search goes downhill in steps of ten, then of the square root of ten.
+    search goes downhill in steps of ten, then of the square root of ten. Afterwards `fitted` counts all rows.
     """
 
     @cache
@@ -105,7 +105,8 @@ def solve_with_held_out(fitted: NormalEquations, held_out: NormalEquations, prio
             if best == chosen:
                 break
             chosen = best
-    return fitted.plus(held_out).solve(prior, _STRENGTHS[chosen]), _STRENGTHS[chosen]
+    fitted.include(held_out)
+    return fitted.solve(prior, _STRENGTHS[chosen]), _STRENGTHS[chosen]
 
 
 @dataclass
