@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from headfold.convert.checkpoint import Checkpoint, scan
-from headfold.convert.errors import CheckpointError, RefusedError
+from headfold.convert.errors import CheckpointError, RefusedError, printable
 from headfold.convert.families.declared import FAMILIES, MULTI_QUERY_FAMILIES
 from headfold.convert.families.describe import describe
 from headfold.convert.families.remap import REMAPPED, remap
@@ -26,6 +26,9 @@ class Finding:
 
     severity: Literal["error", "warning"]
     message: str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "message", printable(self.message))
 
 
 def check_checkpoint(path: str | Path) -> list[Finding]:
@@ -113,23 +116,26 @@ def _check_against_class(checkpoint: Checkpoint) -> list[Finding]:
     text = nested if isinstance(nested, dict) else checkpoint.config
     if text.get("model_type") not in {*FAMILIES, *MULTI_QUERY_FAMILIES, *REMAPPED}:
         return []
+    if any(part.get("quantization_config") is not None for part in (checkpoint.config, text)):
+        return []  # its tensors are others, and transformers would fetch what it needs to run them
     try:
         import torch
         import transformers
     except ImportError:
         return []
-    name = (checkpoint.config.get("architectures") or [None])[0]
+    classes = checkpoint.config.get("architectures")
+    name = classes[0] if isinstance(classes, list) and classes else None
     model_class = getattr(transformers, name, None) if isinstance(name, str) else None
     config_class = getattr(model_class, "config_class", None)
     if model_class is None or config_class is None or config_class.model_type != checkpoint.config["model_type"]:
         return []  # code of its own, or none named
     kept = {key: value for key, value in checkpoint.config.items() if key not in _NOT_STRUCTURE and key[:1] != "_"}
-    tensors = {
-        entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
-        for entry in checkpoint.tensors.values()
-    }
     place = f"{checkpoint.path}:"
     try:
+        tensors = {
+            entry.name: torch.empty(entry.shape, dtype=torch_dtype(entry.dtype), device="meta")
+            for entry in checkpoint.tensors.values()
+        }
         with _quiet():
             _, info = model_class.from_pretrained(
                 None,

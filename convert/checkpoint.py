@@ -25,10 +25,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from headfold.convert.errors import CheckpointError, RefusedError
+from headfold.convert.errors import CheckpointError, HeadfoldError, RefusedError
 from headfold.convert.files import (
     copy_bytes,
     exchange,
+    expanded,
     io_errors,
     lock_directory,
     read_into,
@@ -45,6 +46,8 @@ from headfold.convert.header import (
     dtype_name,
     encode_header,
     encode_json,
+    is_tensor_name,
+    parse_json_object,
     read_header,
     read_json_object,
     torch_dtype,
@@ -70,9 +73,9 @@ _NUM_COPY_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 
 # Weights in other formats, or other copies of the weights: stale beside converted ones, so they are not carried over.
 _OTHER_WEIGHTS = re.compile(
-    r"(.*/)?(pytorch_model|tf_model|flax_model|rust_model|consolidated)[^/]*|original/.*"
-    r"|.*\.(pth|gguf|ggml|onnx|onnx_data|h5|msgpack|ot|mlmodel|tflite|llamafile)",
-    re.IGNORECASE,
+    r"(.*/)?(pytorch_model|tf_model|flax_model|rust_model|consolidated)[^/]*\.(bin|pt|safetensors|index\.json)"
+    r"|original/.*|.*\.(pth|gguf|ggml|onnx|onnx_data|h5|msgpack|ot|mlmodel|tflite|llamafile)",
+    re.IGNORECASE | re.DOTALL,
 )
 
 
@@ -93,6 +96,8 @@ class Checkpoint:
     warnings: list[str] = field(repr=False, default_factory=list)
     computed: dict[str, Callable[[int, int], torch.Tensor]] = field(repr=False, default_factory=dict)
     """Tensors that are not the bytes of a safetensors file: rows start..stop-1, as a new tensor in the stored dtype."""
+    modified: dict[str, int] = field(repr=False, default_factory=dict)
+    """When each shard was last written to, in nanoseconds, as it was opened."""
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -144,11 +149,19 @@ def read_beside(directory: Path, name: str) -> bytes | None:
         return path.read_bytes()
 
 
+def read_record(path: str | Path) -> dict[str, Any]:
+    """headfold.json of a directory; empty where there is none. Raises CheckpointError if it is no JSON object."""
+    directory = _directory(path)
+    data = read_beside(directory, RECORD_FILE)
+    return {} if data is None else parse_json_object(data, str(directory / RECORD_FILE))
+
+
 def load_config(path: str | Path) -> dict[str, Any]:
     """config.json of a directory, keys in their order. Needs no weights. Raises CheckpointError."""
     directory = _directory(path)
-    if not (directory / "config.json").exists():
-        raise CheckpointError(f"{directory}: no config.json; not a Hugging Face checkpoint")
+    with io_errors(directory, "read", CheckpointError):
+        if not (directory / "config.json").exists():
+            raise CheckpointError(f"{directory}: no config.json; not a Hugging Face checkpoint")
     config = read_json_object(_contained(directory / "config.json", directory))
     nested = config.get("text_config")
     types = [
@@ -173,14 +186,15 @@ def scan(path: str | Path) -> tuple[Checkpoint | None, list[str]]:
     except CheckpointError as error:
         problems.append(str(error))
     try:
-        checkpoint = _scan_weights(directory, config, problems)
+        with io_errors(directory, "read", CheckpointError):
+            checkpoint = _scan_weights(directory, config, problems)
     except CheckpointError as error:
         return None, [*problems, str(error)]
     return checkpoint, problems
 
 
 def _directory(path: str | Path) -> Path:
-    directory = Path(path).expanduser()
+    directory = expanded(path)
     try:
         if directory.is_dir():
             return directory.resolve()
@@ -247,11 +261,13 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, dict[str, str]] = {}
     computed: dict[str, Callable[[int, int], torch.Tensor]] = {}
+    modified: dict[str, int] = {}
     for shard in shards:
         if shard in missing:
             continue
         try:
             path = _contained(directory / shard, directory)
+            modified[shard] = path.stat().st_mtime_ns
             if pickled:
                 loaded = _load_pickle(path)
                 header: dict[str, str] = {}
@@ -271,7 +287,7 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
             tensors[entry.name] = entry
     if not problems and index is not None:
         problems += _compare_with_index(directory, index_file, weight_map, tensors)
-    checkpoint = Checkpoint(directory, config, tensors, metadata, index, digest.hexdigest(), [], computed)
+    checkpoint = Checkpoint(directory, config, tensors, metadata, index, digest.hexdigest(), [], computed, modified)
     if not problems and not tensors:
         problems.append(f"{directory}: no tensors in it")
     if index is not None and not problems:
@@ -285,7 +301,7 @@ def _weight_map(index: dict[str, Any], path: Path) -> dict[str, str]:
         raise CheckpointError(f"{path}: no weight_map in it")
     for name, file in weight_map.items():
         plain = isinstance(file, str) and re.fullmatch(r"[\w.-][\w. -]*", file)
-        if not plain or not name.isprintable() or not file.endswith((".safetensors", ".bin")):
+        if not plain or not is_tensor_name(name) or not file.endswith((".safetensors", ".bin")):
             raise CheckpointError(
                 f"{path}: {name[:200]!a} is said to be in {ascii(file)[:200]}, which is no file of this directory"
             )
@@ -338,9 +354,24 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
     except Exception as error:  # UnpicklingError, EOFError, RuntimeError, ...: whatever damage makes torch raise
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise CheckpointError(f"{path}: not a file of weights alone ({reason[:200]})") from error
-    if not isinstance(state, Mapping) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+    if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: holds other things than named tensors")
-    return {str(name): tensor.detach() for name, tensor in state.items()}
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not is_tensor_name(name) or not isinstance(tensor, torch.Tensor):
+            raise CheckpointError(f"{path}: holds other things than named tensors ({ascii(name)[:200]})")
+        if not _is_plain(tensor):
+            raise CheckpointError(f"{path}: {name} is no plain tensor; save the model as safetensors instead")
+    return {name: tensor.detach() for name, tensor in state.items()}
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is what safetensors can hold: not sparse, nested or without data, nor more than its file holds,
+    which it can be where a dimension is repeated by a stride of 0."""
+    import torch
+
+    if tensor.is_nested or tensor.layout is not torch.strided or tensor.device.type != "cpu":
+        return False
+    return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def _rows(tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -361,7 +392,7 @@ def resolve_model(name_or_directory: str | Path, revision: str | None = None, *,
     reached and its cache does not have the model.
     """
     name = str(name_or_directory)
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         if path.is_dir():
             return path
@@ -430,7 +461,7 @@ class CheckpointWriter:
         around the source, or does not fit on the disk.
         """
         self.source = source
-        self.output = Path(os.path.abspath(Path(output).expanduser()))
+        self.output = Path(os.path.abspath(expanded(output)))
         self.layout = layout if layout is not None else _same_layout(source, shapes or {})
         self._force = force
         self._progress = progress
@@ -445,6 +476,10 @@ class CheckpointWriter:
         self._being_copied: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._lock_descriptor: int | None = None
+        card = read_beside(source.path, CARD_FILE)
+        # surrogateescape: whatever is no UTF-8 in it comes out as it went in
+        self._card = None if card is None else card.decode("utf-8", "surrogateescape")
+        self._other_files, _ = other_files(source.path, source.shards())
         with io_errors(self.output, "write", RefusedError):
             if self.output.parent.is_dir():
                 settle_replaced(self.output)
@@ -528,7 +563,12 @@ class CheckpointWriter:
         self._wait_for_copies()
         unwritten = [name for name, missing in self._missing.items() if missing]
         assert not unwritten, f"never written: {unwritten[:3]}"
-        for file in other_files(self.source.path, self.source.shards())[0]:
+        for shard, modified in self.source.modified.items():
+            path = self.source.path / shard
+            with io_errors(path, "read"):
+                if path.stat().st_mtime_ns != modified:
+                    raise HeadfoldError(f"{path}: was written to while it was copied; run it again")
+        for file in self._other_files:
             with io_errors(self.partial / file, "write"):
                 (self.partial / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(self.source.path / file, self.partial / file)
@@ -536,11 +576,8 @@ class CheckpointWriter:
             self._write_json(INDEX_FILE, self._new_index())
         self._write_json("config.json", config)
         self._write_json(RECORD_FILE, record)
-        card = read_beside(self.source.path, CARD_FILE)
-        # surrogateescape: whatever is no UTF-8 in it comes out as it went in
-        text = amended_card(None if card is None else card.decode("utf-8", "surrogateescape"), record)
         with io_errors(self.partial / CARD_FILE, "write"):
-            (self.partial / CARD_FILE).write_bytes(text.encode("utf-8", "surrogateescape"))
+            (self.partial / CARD_FILE).write_bytes(amended_card(self._card, record).encode("utf-8", "surrogateescape"))
         verify_checkpoint(self.partial)
         self._sync()
         self._publish()
@@ -714,11 +751,15 @@ def other_files(directory: Path, shards: Collection[str]) -> tuple[list[str], li
     """
     ours = {"config.json", RECORD_FILE, CARD_FILE, INDEX_FILE, PICKLED_INDEX_FILE, *shards}
     copied, left_out = [], []
-    for folder, folders, names in os.walk(directory):
+
+    def refuse(error: OSError) -> None:
+        raise CheckpointError(f"{error.filename}: cannot read it ({error.strerror})") from error
+
+    for folder, folders, names in os.walk(directory, onerror=refuse):
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in folders:
             if (Path(folder) / name).is_symlink():
                 raise CheckpointError(f"{Path(folder) / name}: a linked directory inside a checkpoint; copy it instead")
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
         for name in sorted(names):
             file = (Path(folder) / name).relative_to(directory).as_posix()
             if file in ours:
@@ -733,7 +774,7 @@ def other_files(directory: Path, shards: Collection[str]) -> tuple[list[str], li
 
 def refuse_output(source: Path, output: Path, *, force: bool) -> None:
     """Raises RefusedError if `output` cannot be written: it exists, or it and the source are inside one another."""
-    source, output = Path(os.path.abspath(source)), Path(os.path.abspath(output.expanduser()))
+    source, output = Path(os.path.abspath(source)), Path(os.path.abspath(expanded(output)))
     if _same(output, source):
         raise RefusedError(f"{output}: the output is the input itself; choose another directory")
     if any(_same(parent, source) for parent in output.parents):

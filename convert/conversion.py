@@ -15,28 +15,27 @@ from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from headfold.convert.check import verify_checkpoint
 from headfold.convert.checkpoint import (
     BLOCK_BYTES,
-    RECORD_FILE,
     Checkpoint,
     CheckpointWriter,
     load_config,
     other_files,
-    read_beside,
+    read_record,
     refuse_output,
     resolve_model,
     row_blocks,
 )
-from headfold.convert.errors import RefusedError
+from headfold.convert.errors import CheckpointError, RefusedError, printable
 from headfold.convert.families import AttentionLayer, HeadNorm, Projection, attention_config, describe
 from headfold.convert.families import with_num_key_value_heads as edited_config
 from headfold.convert.families.remap import remap, remap_config
-from headfold.convert.header import parse_json_object
+from headfold.convert.files import expanded
 from headfold.convert.settings import ConvertSettings, Grouping, Method
 from headfold.convert.texts import text_fingerprint
 from headfold.kernels import kv_cache_bytes
@@ -46,14 +45,16 @@ if TYPE_CHECKING:
 
     Merge = Callable[[torch.Tensor, int], torch.Tensor]
 
+_Text = Annotated[str, AfterValidator(printable)]  # paths are bytes, and JSON and terminals are not
+
 _CACHE_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 class ConversionReport(BaseModel):
     """What a conversion did. Counts are per layer; a list where layers differ."""
 
-    source: str
-    output: str
+    source: _Text
+    output: _Text
     model_type: str
     remapped_from: str | None = Field(description="The source's model type, where it was re-mapped to another class.")
     method: str
@@ -69,8 +70,8 @@ class ConversionReport(BaseModel):
     weight_bytes_before: int
     weight_bytes: int
     tensor_parallel_sizes: list[int] = Field(description="Numbers of ranks among which the KV heads split evenly.")
-    left_out_files: list[str] = Field(description="Weights in other formats beside the source, not carried over.")
-    warnings: list[str]
+    left_out_files: list[_Text] = Field(description="Weights in other formats beside the source, not carried over.")
+    warnings: list[_Text]
     advice: str | None = Field(description="What would have lost less, where there is such a thing.")
     layers: list[dict[str, Any]] = Field(description="Statistics of each layer, where the method has any.")
     seconds: float
@@ -145,6 +146,8 @@ def convert_checkpoint(
         )
     layers = describe(checkpoint)
     _, left_out = other_files(checkpoint.path, checkpoint.shards())
+    old_record = read_record(checkpoint.path)
+    initial_std = _initial_std(checkpoint) if settings.method == "random" else 0.0
     refuse_output(checkpoint.path, Path(output).absolute(), force=force)
     shapes = changed_shapes(checkpoint, layers, num_key_value_heads)
 
@@ -186,8 +189,8 @@ def convert_checkpoint(
                 writer.copy_unwritten(expected=written)  # the rest of the block, so that progress is that of the layers
         elif shapes:
             with _one_thread():
-                _merge_weights(checkpoint, layers, settings, writer)
-        record = _record(model, revision, source, layers, settings, windows, statistics)
+                _merge_weights(checkpoint, layers, settings, writer, initial_std)
+        record = _record(model, revision, source, old_record, layers, settings, windows, statistics)
         writer.finish(edited_config(checkpoint.config, num_key_value_heads), record)
         weight_bytes = writer.total_bytes
     return _report(
@@ -265,12 +268,25 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(num_threads)
 
 
+def _initial_std(checkpoint: Checkpoint) -> float:
+    """The standard deviation of the model's random weights before it was trained."""
+    std = attention_config(checkpoint.config).text.get("initializer_range")
+    if std is None:
+        return 0.02  # the default of nearly every class
+    if type(std) not in (int, float) or not 0 <= std < math.inf:
+        raise CheckpointError(f"{checkpoint.path}: initializer_range is {ascii(std)[:40]}, no standard deviation")
+    return float(std)
+
+
 def _merge_weights(
-    checkpoint: Checkpoint, layers: list[AttentionLayer], settings: ConvertSettings, writer: CheckpointWriter
+    checkpoint: Checkpoint,
+    layers: list[AttentionLayer],
+    settings: ConvertSettings,
+    writer: CheckpointWriter,
+    initial_std: float,
 ) -> None:
     """mean, first and random: K and V of each layer by blocks of heads, weights and biases and per-head norms alike."""
     num_new = settings.num_key_value_heads
-    text = attention_config(checkpoint.config).text
     for layer in layers:
         if layer.num_key_value_heads == num_new:
             continue
@@ -279,7 +295,7 @@ def _merge_weights(
             for name in (projection.weight, projection.bias):
                 if name is None:
                     continue
-                std = float(text.get("initializer_range", 0.02)) if name == projection.weight else 0.0
+                std = initial_std if name == projection.weight else 0.0
                 first_row = query_rows + position * num_new * layer.head_dim if layer.is_fused else 0
                 merge = _merge_function(settings, f"{name}/{position}", std)
                 _merge_rows(checkpoint, name, projection, layer, num_new, merge, writer, first_row)
@@ -368,6 +384,7 @@ def _record(
     model: str | Path,
     revision: str | None,
     checkpoint: Checkpoint,
+    old_record: dict[str, Any],
     layers: list[AttentionLayer],
     settings: ConvertSettings,
     windows: torch.Tensor | None,
@@ -382,16 +399,15 @@ def _record(
             "windows": windows.shape[0],
             "window_tokens": windows.shape[1],
         }
-    from_hub = not Path(model).expanduser().is_dir()
+    from_hub = not expanded(model).is_dir()
     source: dict[str, Any] = {
         "name": str(model),
         "revision": checkpoint.path.name if from_hub else revision,
         "sha256": checkpoint.fingerprint,
         "model_type": checkpoint.config["model_type"],
     }
-    old_record = read_beside(checkpoint.path, RECORD_FILE)
-    if old_record is not None:  # what had been done to it before
-        source["record"] = parse_json_object(old_record, str(checkpoint.path / RECORD_FILE))
+    if old_record:  # what had been done to it before
+        source["record"] = old_record
     return {
         "headfold": _version("headfold"),
         "source": source,

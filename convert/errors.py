@@ -6,10 +6,18 @@ started failed or its result is bad.
 """
 
 
+def printable(text: str) -> str:
+    """The text with what no terminal should be sent escaped: names of files may hold anything."""
+    return "".join(character if character.isprintable() else ascii(character)[1:-1] for character in text)
+
+
 class HeadfoldError(ValueError):
     """Something went wrong that the user can do something about."""
 
     exit_code = 1
+
+    def __init__(self, message: str) -> None:
+        super().__init__(printable(message))
 
 
 class RefusedError(HeadfoldError):

@@ -34,6 +34,14 @@ def io_errors(path: Path, action: str, kind: type[HeadfoldError] = HeadfoldError
         raise kind(f"{path}: cannot {action} it ({error.strerror or error})") from error
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with the home directory for `~` and `~user`, where there is such a user."""
+    try:
+        return Path(path).expanduser()
+    except RuntimeError:
+        return Path(path)
+
+
 def read_into(file: Any, view: memoryview) -> None:
     while len(view):
         count = file.readinto(view)

@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 _MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 _MAX_JSON_BYTES = 100_000_000
+_MAX_JSON_DEPTH = 100
 _MAX_DIMENSIONS = 64  # torch's limit
+_MAX_NAME_LENGTH = 1000
 
 
 DTYPE_BITS = {
@@ -124,7 +126,19 @@ def parse_json_object(data: bytes, place: str) -> dict[str, Any]:
         raise CheckpointError(f"{place}: not JSON ({error})") from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{place}: not a JSON object but {type(value).__name__}")
+    _refuse_depth(value, place)
     return value
+
+
+def _refuse_depth(value: dict[str, Any], place: str) -> None:
+    """Less deep than the parser can go, so that whatever copies or writes it by recursion can go there too."""
+    level: list[Any] = [value]
+    for _ in range(_MAX_JSON_DEPTH):
+        items = (item for parent in level for item in (parent.values() if isinstance(parent, dict) else parent))
+        level = [item for item in items if isinstance(item, (dict, list))]
+        if not level:
+            return
+    raise CheckpointError(f"{place}: not usable JSON (nested more than {_MAX_JSON_DEPTH} levels deep)")
 
 
 def encode_json(value: Mapping[str, Any], indent: int | None = None) -> bytes:
@@ -196,8 +210,8 @@ def _entry(path: Path, shard: str, name: str, value: Any, data_start: int) -> Te
     def bad(what: str) -> CheckpointError:
         return CheckpointError(f"{path}: {name[:200]!a}: {what}")
 
-    if not name or not name.isprintable():
-        raise bad("the name of a tensor holds characters that cannot be printed")
+    if not is_tensor_name(name):
+        raise bad("not a usable name for a tensor")
     if not isinstance(value, dict) or not value.keys() >= {"dtype", "shape", "data_offsets"}:
         raise bad("dtype, shape or data_offsets is missing")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -211,6 +225,11 @@ def _entry(path: Path, shard: str, name: str, value: Any, data_start: int) -> Te
     if num_bits != 8 * num_bytes:
         raise bad(f"its offsets hold {num_bytes} bytes, which {dtype} of shape {str(shape)[:100]} does not take")
     return TensorEntry(name, shard, dtype, tuple(shape), data_start + offsets[0], data_start + offsets[1])
+
+
+def is_tensor_name(name: str) -> bool:
+    """Whether a tensor may be called so: names stand in messages, and in headers, where __metadata__ is no tensor."""
+    return 0 < len(name) <= _MAX_NAME_LENGTH and name.isprintable() and name != "__metadata__"
 
 
 def _is_size_list(value: Any) -> bool:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.files import expanded
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
 COMPRESSED_SUFFIXES = tuple(f"{suffix}.gz" for suffix in TEXT_SUFFIXES if suffix != ".parquet")
@@ -69,7 +70,7 @@ def read_documents(source: str | Path, *, text_field: str = "text", split: str =
     a data set. Raises RefusedError at once for what cannot be opened, later for what is damaged inside.
     """
     name = str(source)
-    path = Path(source).expanduser()
+    path = expanded(source)
     if not path.exists():
         _refuse_missing_file(name)
         return DocumentStream(name, iter(_hub_dataset(name, split)), text_field)
@@ -83,7 +84,7 @@ def text_fingerprint(source: str | Path, *, split: str = "train") -> str:
 
     For a hub data set it is that of the name, the split and the hash by which `datasets` knows this version of it.
     """
-    path = Path(source).expanduser()
+    path = expanded(source)
     if not path.exists():
         _refuse_missing_file(str(source))
         return hashlib.sha256(_hub_identity(str(source), split).encode()).hexdigest()

@@ -131,8 +131,35 @@ def test_every_name_and_shape_is_compared_with_the_class(llama, tensors, config,
         {"architectures": ["SomeonesOwnForCausalLM"]},
         {"architectures": ["GPT2LMHeadModel"]},
         {"architectures": []},
+        *({"architectures": value} for value in (5, 0.5, True, "Llama", {"a": 1}, [None], [[1]])),
     ],
 )
 def test_a18_what_the_config_says_about_loading_is_not_heeded(llama, config):
     edit(llama, config=config)
     assert check_checkpoint(llama) == []
+
+
+def test_a14_a_quantised_model_is_not_given_to_the_class(llama, monkeypatch):
+    """transformers would look for the packages and kernels that run it."""
+    from transformers.quantizers.auto import AutoHfQuantizer
+
+    edit(llama, config={"quantization_config": {"quant_method": "fp8"}})
+    monkeypatch.setattr(AutoHfQuantizer, "from_config", lambda *_, **__: pytest.fail("looked for"))
+    (finding,) = check_checkpoint(llama)
+    assert finding.severity == "warning" and "the weights are quantised ('fp8')" in finding.message
+
+
+def test_a22_a_tensor_without_elements_but_of_huge_dimensions(llama):
+    """Its sizes cannot even be multiplied in 64 bits."""
+    raw = (llama / "model.safetensors").read_bytes()
+    size = int.from_bytes(raw[:8], "little")
+    empty = {"dtype": "F32", "shape": [2**62, 2**62, 0], "data_offsets": [0, 0]}
+    header = json.dumps({**json.loads(raw[8 : 8 + size]), "a": empty}).encode()
+    (llama / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + raw[8 + size :])
+    assert [finding.severity for finding in check_checkpoint(llama)] == ["warning"]
+
+
+def test_findings_are_printable(tmp_path):
+    path = tmp_path / "a\x1b[2J\n"
+    path.mkdir()
+    assert all(finding.message.isprintable() for finding in check_checkpoint(path))

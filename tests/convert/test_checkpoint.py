@@ -17,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from headfold.convert.checkpoint import Checkpoint, CheckpointWriter, load_config, resolve_model
+from headfold.convert.checkpoint import Checkpoint, CheckpointWriter, load_config, read_record, resolve_model
 from headfold.convert.errors import CheckpointError, HeadfoldError, RefusedError
 from headfold.convert.header import DTYPE_BITS
 
@@ -186,6 +186,32 @@ def test_bin_files_run_nothing(tmp_path):
     assert "\n" not in str(caught.value) and not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (lambda: [torch.ones(1)], "other things than named tensors"),
+        (lambda: {"x": [torch.ones(1)]}, r"other things than named tensors \('x'\)"),
+        (lambda: {1: torch.ones(1), "1": torch.zeros(1)}, r"other things than named tensors \(1\)"),
+        (lambda: {"": torch.ones(1)}, r"other things than named tensors \(''\)"),
+        (lambda: {"a\n\x1b[2J": torch.ones(1)}, r"other things than named tensors \('a\\n"),
+        (lambda: {"__metadata__": torch.ones(1)}, r"other things than named tensors \('__metadata__'\)"),
+        (lambda: {"x": torch.eye(3).to_sparse()}, "x is no plain tensor"),
+        (lambda: {"x": torch.eye(3).to_sparse_csr()}, "x is no plain tensor"),
+        (lambda: {"x": torch.empty(3, device="meta")}, "x is no plain tensor"),
+        (lambda: {"x": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, "x is no plain tensor"),
+        (lambda: {"x": torch.ones(1).expand(1, 10**13)}, "x is no plain tensor"),
+        (lambda: {"x": torch.ones(3, dtype=torch.complex128)}, r"stored as torch\.complex128"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_a22_bin_files_of_other_things_than_plain_tensors(tmp_path, state, message):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    torch.save(state(), tmp_path / "pytorch_model.bin")
+    with pytest.raises(CheckpointError, match=message) as caught:
+        Checkpoint.open(tmp_path)
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize("metadata", [None, {}, "absent"])
 def test_a8_metadata_may_be_missing_or_empty(tmp_path, metadata):
     source = tmp_path / "in"
@@ -234,6 +260,10 @@ ENTRY = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
         (raw_file({"a": ENTRY}, b"\0" * 7), "truncated"),
         (raw_file({"a": ENTRY}, b"\0" * 9), "too long"),
         (raw_file({"a": ENTRY, "__metadata__": {"x": 1}}, b"\0" * 8), "not a table of strings"),
+        (raw_file(b'{"a": ' + b"[" * 200 + b"]" * 200 + b"}"), "nested more than 100 levels deep"),
+        (raw_file({"": ENTRY}, b"\0" * 8), "not a usable name"),
+        (raw_file({"a\nb\x1b[2J": ENTRY}, b"\0" * 8), "not a usable name"),
+        (raw_file({"x" * 1_000_000: ENTRY}, b"\0" * 8), "not a usable name"),
     ],
 )
 def test_a22_damaged_safetensors_end_in_one_line(tmp_path, data, message):
@@ -255,6 +285,7 @@ def test_a22_damaged_safetensors_end_in_one_line(tmp_path, data, message):
         ("{}", "no model_type"),
         ('{"model_type": 7}', "no model_type"),
         ('{"a":' * 50_000, "not JSON"),
+        *((f'{{"model_type": "llama", "a": {"[" * n}{"]" * n}}}', "deep") for n in (101, 450, 900)),
     ],
 )
 def test_a22_damaged_configs_end_in_one_line(tmp_path, config, message):
@@ -282,7 +313,8 @@ def test_a22_directories_without_weights(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["nobody/has-this-model", "nothing", "./nothing", "a/b/c", "bad name", "x" * 5000, "a\0b"]
+    "name",
+    ["nobody/has-this-model", "nothing", "./nothing", "a/b/c", "bad name", "x" * 5000, "a\0b", "~nobody-here/model"],
 )
 def test_a22_names_that_are_nowhere(name, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
@@ -290,6 +322,8 @@ def test_a22_names_that_are_nowhere(name, monkeypatch, tmp_path):
     with pytest.raises(RefusedError) as caught:
         resolve_model(name)
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 600 + len(name)
+    with pytest.raises(CheckpointError):
+        Checkpoint.open(name)
 
 
 def test_a7_index_and_shards_are_compared_both_ways(tmp_path):
@@ -314,6 +348,9 @@ def test_a7_index_and_shards_are_compared_both_ways(tmp_path):
     assert "which is no file of this directory" in problem(moved(name, "../model.safetensors"))
     assert "which is no file of this directory" in problem(moved(name, "/etc/passwd"))
     assert "which is no file of this directory" in problem(moved(name, 3))
+    for file in ("a/../model-00001-of-00004.safetensors", "..", ".safetensors/", "C:\\x.safetensors", "config.json"):
+        assert "which is no file of this directory" in problem(moved(name, file))
+    assert len(problem(moved("x" * 1_000_000, good["weight_map"][name]))) < 1000
     assert "no weight_map" in problem({})
     without_shard = {k: f for k, f in good["weight_map"].items() if not f.startswith("model-00004")}
     assert "model-00004-of-00004.safetensors is not part of the model" in problem({**good, "weight_map": without_shard})
@@ -334,6 +371,24 @@ def test_a7_a_wrong_total_size_is_a_warning(tmp_path):
     assert ["total_size is 5" in warning for warning in Checkpoint.open(source).warnings] == [True]
     copy_of(source, tmp_path / "out")
     assert Checkpoint.open(tmp_path / "out").warnings == []
+
+
+def test_the_record_is_read_from_the_directory_alone(tmp_path, monkeypatch):
+    source = write_single(tmp_path / "in")
+    assert read_record(source) == {}
+    (source / "headfold.json").write_text('{"method": "mean"}')
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link").symlink_to(source)
+    assert read_record("in") == read_record(tmp_path / "link") == {"method": "mean"}
+    for damaged in (b"[]", b"{", b"\xff", b'{"a":' * 400 + b"1" + b"}" * 400):
+        (source / "headfold.json").write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=r"headfold\.json"):
+            read_record(source)
+    (tmp_path / "secret").write_text("{}")
+    (source / "headfold.json").unlink()
+    (source / "headfold.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        read_record(source)
 
 
 def test_a7_one_tensor_in_two_shards(tmp_path):
@@ -372,12 +427,66 @@ def test_a7_links_to_the_blobs_of_a_hub_cache_are_followed_and_no_others(tmp_pat
     assert not (tmp_path / "not_written").exists()
 
 
-def test_a22_a_pipe_in_place_of_a_file_does_not_hang(tmp_path):
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "config.json", "README.md", "tokenizer.json", "model.safetensors.index.json"]
+)
+def test_a22_a_pipe_or_a_device_in_place_of_a_file_does_not_hang(tmp_path, name):
+    """Nor does it come to light only when everything else has been copied."""
     source = write_single(tmp_path / "in")
-    (source / "model.safetensors").unlink()
-    os.mkfifo(source / "model.safetensors")
-    with pytest.raises(CheckpointError, match="not a regular file"):
+    if name.endswith("index.json"):
+        (source / "model.safetensors").unlink()
+    for make, message in ((os.mkfifo, "not a regular file"), (lambda path: path.symlink_to("/dev/zero"), "outside")):
+        (source / name).unlink(missing_ok=True)
+        make(source / name)
+        with pytest.raises(CheckpointError, match=message):
+            CheckpointWriter(Checkpoint.open(source), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+def test_a22_names_of_files_do_not_reach_the_terminal_as_they_are(tmp_path):
+    source = write_single(tmp_path / "in")
+    for name in ("model-\x1b[2J\n.safetensors", os.fsdecode(b"\xff\n.txt")):
+        (source / name).symlink_to("/etc/passwd")
+        with pytest.raises(CheckpointError) as caught:
+            CheckpointWriter(Checkpoint.open(source), tmp_path / "out")
+        assert str(caught.value).isprintable()
+        (source / name).unlink()
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names of files are bytes only elsewhere")
+def test_a_file_whose_name_is_no_utf_8_is_copied(tmp_path):
+    source = write_single(tmp_path / "in")
+    name = os.fsdecode(b"caf\xe9.txt")
+    (source / name).write_bytes(b"kept")
+    copy_of(source, tmp_path / "out")
+    assert (tmp_path / "out" / name).read_bytes() == b"kept"
+
+
+@pytest.mark.parametrize("reader", ["scandir", "exists"])
+def test_a22_a_directory_that_may_not_be_read(tmp_path, monkeypatch, reader):
+    source = write_single(tmp_path / "in")
+
+    def refuse(path, *args, **kwargs):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(*((os, "scandir") if reader == "scandir" else (Path, "exists")), refuse)
+    with pytest.raises(CheckpointError, match=r"cannot read it \(Permission denied\)"):
         Checkpoint.open(source)
+
+
+def test_a_directory_inside_that_may_not_be_read_is_not_left_out(tmp_path, monkeypatch):
+    source = write_single(tmp_path / "in")
+    (source / "sub").mkdir()
+    checkpoint, scandir = Checkpoint.open(source), os.scandir
+
+    def refuse(path):
+        if Path(path).name == "sub":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(CheckpointError, match=r"sub: cannot read it \(Permission denied\)"):
+        CheckpointWriter(checkpoint, tmp_path / "out")
 
 
 def test_an_adapter_is_refused(tmp_path):
@@ -391,6 +500,13 @@ def test_other_copies_of_the_weights_are_left_out(tmp_path):
     source = write_single(tmp_path / "in")
     for name in ("pytorch_model.bin", "consolidated.00.pth", "consolidated.safetensors", "m.gguf", "tf_model.h5"):
         (source / name).write_bytes(b"old")
+    for name in ("pytorch_model.bin.index.json", "consolidated.safetensors.index.json", "flax_model.msgpack"):
+        (source / name).write_bytes(b"old")
+    kept = ["consolidated_scores.md", "pytorch_model_notes.txt", "tf_model.py"]  # called alike, but no weights
+    for name in kept:
+        (source / name).write_bytes(b"kept")
+    (tmp_path / "elsewhere").mkdir()
+    (source / ".cache").symlink_to(tmp_path / "elsewhere")  # hidden, so it is no part of the checkpoint
     (source / "original").mkdir()
     (source / "original" / "params.json").write_text("{}")
     (source / ".git").mkdir()
@@ -401,8 +517,10 @@ def test_other_copies_of_the_weights_are_left_out(tmp_path):
         ".gitattributes",
         "README.md",
         "config.json",
+        *kept[:1],
         "headfold.json",
         "model.safetensors",
+        *kept[1:],
     ]
 
 
@@ -553,6 +671,21 @@ def test_a21_a_source_that_shrinks_while_it_is_read(tmp_path):
             writer.finish(checkpoint.config, {})
     with pytest.raises(HeadfoldError, match="the file ended early"):
         checkpoint.read("big")
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_a21_a_source_that_is_written_to_while_it_is_copied(tmp_path, replaced):
+    source = write_single(tmp_path / "in")
+    checkpoint = Checkpoint.open(source)
+    with pytest.raises(HeadfoldError, match=r"model\.safetensors: was written to while it was copied") as caught:  # noqa: SIM117
+        with CheckpointWriter(checkpoint, tmp_path / "out") as writer:
+            data = (source / "model.safetensors").read_bytes()
+            if replaced:
+                (source / "model.safetensors").unlink()
+            (source / "model.safetensors").write_bytes(data[:-1] + b"x")
+            writer.finish(checkpoint.config, {})
+    assert caught.value.exit_code == 1
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 

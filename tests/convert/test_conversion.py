@@ -1,6 +1,7 @@
 """Whole conversions: what is in the weights, in the config and beside them. A1-A6, A11, A14, A18-A22."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from headfold.convert import convert_checkpoint
+from headfold.convert.card import amended_card
 from headfold.convert.check import check_checkpoint
 from headfold.convert.checkpoint import Checkpoint
 from headfold.convert.conversion import tensor_parallel_sizes
@@ -94,6 +96,17 @@ def test_random_depends_on_the_seed_alone(tiny, llama, tmp_path):
     assert torch.equal(a, b) and not torch.equal(a, c)
     assert 0.015 < a.std() < 0.025  # initializer_range 0.02
     assert not torch.equal(a, weights(tmp_path / "a")["model.layers.1.self_attn.k_proj.weight"])
+
+
+@pytest.mark.parametrize("std", [None, "x", -1.0, float("nan"), float("inf"), [], True])
+def test_an_initializer_range_that_is_none_is_refused_where_it_is_used(llama, tmp_path, std):
+    change_config(llama, initializer_range=std)
+    convert_checkpoint(llama, tmp_path / "mean", num_key_value_heads=2, method="mean")
+    if std is None:
+        convert_checkpoint(llama, tmp_path / "random", num_key_value_heads=2, method="random")
+        return
+    with pytest.raises(CheckpointError, match="no standard deviation"):
+        convert_checkpoint(llama, tmp_path / "random", num_key_value_heads=2, method="random")
 
 
 def test_a2_mha_weights_under_a_config_that_says_one_head(llama, tmp_path):
@@ -334,6 +347,17 @@ def test_config_edits_touch_nothing_else(llama, tmp_path):
     assert after == before
 
 
+def test_config_edits_keep_numbers_and_layout_to_the_byte(llama, tmp_path):
+    """Of a file as transformers writes it, keys that it does not know included."""
+    numbers = {"small": 1e-05, "tiny": 1e-30, "whole": 1.0, "minus": -0.0, "third": 0.1, "long": 10**40, "no": None}
+    change_config(llama, **numbers, deep={"b": [1, [2.50, {"a": ""}]], "a": {}}, quoted='\\"\n\t')
+    before = (llama / "config.json").read_bytes() + b"\n"
+    convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
+    after = (tmp_path / "out" / "config.json").read_bytes()
+    assert before.count(b'"num_key_value_heads": 6,') == 1
+    assert after == before.replace(b'"num_key_value_heads": 6,', b'"num_key_value_heads": 2,')
+
+
 def test_all_other_files_are_the_same_bytes(llama, tmp_path):
     kept = {
         "tokenizer.json": b"{ }",
@@ -412,8 +436,24 @@ def test_a_card_or_record_that_leads_outside_is_not_read(llama, tmp_path, name):
     (tmp_path / "secret").write_text('{"secret": 1}')
     (llama / name).symlink_to(tmp_path / "secret")
     with pytest.raises(CheckpointError, match="outside the checkpoint"):
-        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
+        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2, progress=lambda *_: pytest.fail("written"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_damaged_record_is_refused_before_anything_is_written(llama, tmp_path):
+    (llama / "headfold.json").write_text("[")
+    with pytest.raises(CheckpointError, match=r"headfold\.json: not JSON"):
+        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2, progress=lambda *_: pytest.fail("written"))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="names of files are bytes only elsewhere")
+def test_the_report_is_text_whatever_files_are_called(llama, tmp_path):
+    (llama / os.fsdecode(b"\xff\n.gguf")).write_bytes(b"old")
+    output = tmp_path / os.fsdecode(b"out\xff")
+    report = convert_checkpoint(llama, output, num_key_value_heads=2)
+    assert report.left_out_files == ["\\udcff\\n.gguf"] and (output / "config.json").is_file()
+    report.render().encode()
+    json.loads(report.model_dump_json())
 
 
 @pytest.mark.parametrize(
@@ -427,6 +467,8 @@ def test_a_card_or_record_that_leads_outside_is_not_read(llama, tmp_path, name):
         b"\xff\xfe broken\r\n",
         b"---\r\nlicense: mit\r\n---\r\nText\r\n",
         b"---\na: &x [1]\nb: [*x, *x]\n---\n",
+        b"\xef\xbb\xbf---\nlicense: mit\n---\nText\n",
+        b"---\nlicense: mit\nauthor: Ren\xe9\n---\nText\n",
     ],
 )
 def test_odd_model_cards_keep_their_bytes(llama, tmp_path, card):
@@ -434,8 +476,55 @@ def test_odd_model_cards_keep_their_bytes(llama, tmp_path, card):
     convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2)
     result = (tmp_path / "out" / "README.md").read_bytes()
     assert b"Converted to grouped-query attention" in result
-    for line in card.replace(b"---", b"").split(b"\n"):
+    for line in card.replace(b"---", b"").removeprefix(b"\xef\xbb\xbf").split(b"\n"):
         assert line.strip() in result
+
+
+@pytest.mark.parametrize(
+    ("card", "linked"),
+    [
+        ("---\nlicense: mit\n---\nText\n", True),
+        ("\n\n---\nlicense: mit\n---\nText\n", True),
+        ("---\r\nlicense: mit\r\n---\r\nText\r\n", True),
+        ("---\nlicense: mit\n---", True),
+        ("\ufeff---\nlicense: mit\nemoji: \U0001f600\n---\n", True),
+        ("---\n# SPDX\nlicense: mit\ndescription: |\n  a: b\n---\n", True),
+        ("---\n{license: mit}\n---\nText\n", False),
+        ("---\n  license: mit\n---\nText\n", False),
+        ("---\nlicense: mit\n...\n---\nText\n", False),
+        ("---\nlicense: mit\nbase_model: x/y\n---\nText\n", False),
+        ('---\nlicense: mit\n"base_model": x/y\n---\nText\n', False),
+    ],
+)
+def test_the_front_matter_stays_what_the_hub_reads_and_is_linked_where_a_line_can_be_added(card, linked):
+    from huggingface_hub import ModelCard
+
+    record = {"source": {"name": "a/b"}, "num_key_value_heads": {"before": 6, "after": 2}}
+    result = amended_card(card, record)
+    data = ModelCard(result).data.to_dict()
+    assert data["license"] == "mit"
+    assert data.get("base_model") == ("a/b" if linked else ModelCard(card).data.to_dict().get("base_model"))
+    assert amended_card(result, record) == result
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {},
+        {"source": 3, "uptrain": {"tokens": "x"}},
+        {"source": {"name": 3}, "num_key_value_heads": 6},
+        *({"num_key_value_heads": heads} for heads in ({}, {"before": []}, {"before": 0, "after": 2}, {"before": "x"})),
+    ],
+)
+def test_a_card_is_made_of_any_record(record):
+    assert "Converted to grouped-query attention" in amended_card("Text", record)
+
+
+def test_a_card_of_many_beginnings_takes_no_time():
+    bomb = "<!-- headfold: begin -->\n" * 300_000
+    assert bomb.strip() in amended_card(bomb, {})
+    ends = "<!-- headfold: begin --><!-- headfold: end -->\n" * 200_000
+    assert len(amended_card(ends, {})) < 1000
 
 
 CARD = """---
