@@ -17,7 +17,7 @@ import torch
 import transformers
 
 from headfold.convert.check import verify_checkpoint
-from headfold.convert.checkpoint import Checkpoint
+from headfold.convert.checkpoint import Checkpoint, read_record
 from headfold.convert.errors import RefusedError
 
 from . import decode, loading
@@ -67,7 +67,7 @@ def evaluate(
 
     place = loading.placement(settings)
     checkpoints = [verify_checkpoint(path) for path in paths]
-    records = [loading.read_record(path) for path in paths]
+    records = [read_record(path) for path in paths]
     roles, converted = _roles(paths, records)
     configs = [loading.load_config(path, place) for path in paths]
     _refuse_unlike_models(paths, configs)

@@ -28,7 +28,7 @@ from torch import nn
 from transformers import AutoTokenizer
 
 from headfold.convert.check import verify_checkpoint
-from headfold.convert.checkpoint import RECORD_FILE, Checkpoint, CheckpointWriter, refuse_output
+from headfold.convert.checkpoint import RECORD_FILE, Checkpoint, CheckpointWriter, read_record, refuse_output
 from headfold.convert.errors import HeadfoldError, RefusedError, StoppedError
 from headfold.uptrain import processes
 from headfold.uptrain.data import IGNORED, Batch, PackedRows, pack, rows_of_step, slice_of_rank
@@ -106,6 +106,7 @@ def setup(
     def prepare() -> list[Path | None]:
         """What one process does for all: check the inputs, lock the state, tokenize."""
         source = verify_checkpoint(student)
+        read_record(source.path)  # a damaged one should not come to light when everything is done
         refuse_output(source.path, output, force=False)
         _refuse_models(settings, source, verify_checkpoint(teacher) if settings.distillation and teacher else None)
         state.open()
@@ -296,8 +297,7 @@ def finish(run: Run) -> dict[str, Any]:
     """Write the trained checkpoint, every tensor in the dtype it came in. Returns its "uptrain" record."""
     summary = _summary(run)
     parameters = dict(run.student.model.named_parameters(remove_duplicate=False))
-    record_file = run.source.path / RECORD_FILE
-    record = json.loads(record_file.read_text(encoding="utf-8")) if record_file.is_file() else {}
+    record = read_record(run.source.path)
     main = run.accelerator.is_main_process
     with CheckpointWriter(run.source, run.output) if main else nullcontext() as writer:
         for name in run.source.tensors:

@@ -154,6 +154,32 @@ def test_weights_that_transformers_would_make_up_are_refused(stages: list[Path],
         evaluate(stages[0], stages[1:2], EvalSettings(text=[str(text)], decode=None))
 
 
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"attribute_map": {"hidden_size": "x"}}, "transformers cannot (read its config|load this model)"),
+        ({"rope_parameters": []}, "transformers cannot (read its config|load this model)"),
+        ({"hidden_act": {}}, "transformers cannot (read its config|load this model)"),
+    ],
+)
+def test_a_config_that_transformers_fails_on_is_refused(
+    stages: list[Path], text: Path, config: dict[str, object], message: str
+) -> None:
+    written = json.loads((stages[1] / "config.json").read_text())
+    (stages[1] / "config.json").write_text(json.dumps({**written, **config}))
+    with pytest.raises(RefusedError, match=message) as caught:
+        evaluate(stages[0], stages[1:2], EvalSettings(text=[str(text)], decode=None, device="cpu"))
+    assert str(caught.value).isprintable()
+
+
+def test_a_record_that_leads_outside_is_not_read(stages: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text('{"method": "secret"}')
+    (stages[1] / "headfold.json").unlink(missing_ok=True)
+    (stages[1] / "headfold.json").symlink_to(tmp_path / "secret")
+    with pytest.raises(RefusedError, match="outside the checkpoint"):
+        evaluate(stages[0], stages[1:2], EvalSettings(device="cpu"))
+
+
 def test_a_tokenizer_of_another_model_is_refused(save: Save, text: Path) -> None:
     models = [save(name, make_model(heads, vocab_size=300)) for name, heads in (("before", 4), ("after", 2))]
     with pytest.raises(RefusedError, match=r"gives token 3\d\d, its vocabulary has 300"):

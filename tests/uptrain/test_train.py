@@ -496,6 +496,17 @@ def test_a_student_without_a_tokenizer_is_refused(tmp_path: Path, student: Path,
         uptrain(make_settings(), bare, tmp_path / "out")
 
 
+@pytest.mark.parametrize("record", ["[", "[]", '{"a":' * 200 + "1" + "}" * 200])
+def test_a_damaged_record_of_the_student_is_refused_before_training(
+    tmp_path: Path, student: Path, make_settings: Make, monkeypatch: pytest.MonkeyPatch, record: str
+):
+    shutil.copytree(student, tmp_path / "damaged")
+    (tmp_path / "damaged" / "headfold.json").write_text(record)
+    monkeypatch.setattr(train, "fit", lambda run: pytest.fail("trained"))
+    with pytest.raises(RefusedError, match=r"headfold\.json"):
+        uptrain(make_settings(), tmp_path / "damaged", tmp_path / "out")
+
+
 # ------------------------------------------------------------------------------------------------------------ progress
 
 
