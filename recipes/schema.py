@@ -177,7 +177,12 @@ def _resolve_files(recipe: Recipe, folder: Path) -> Recipe:
     convert = recipe.convert.model_copy(
         update={"calibration": resolved(recipe.convert.calibration) if recipe.convert.calibration else None}
     )
-    evaluation = recipe.eval.model_copy(update={"text": resolved_all(recipe.eval.text)})
+    evaluation = recipe.eval.model_copy(
+        update={
+            "text": resolved_all(recipe.eval.text),
+            "task_directory": resolved(recipe.eval.task_directory) if recipe.eval.task_directory else None,
+        }
+    )
     return recipe.model_copy(
         update={"model": resolved(recipe.model), "convert": convert, "uptrain": uptrain, "eval": evaluation}
     )

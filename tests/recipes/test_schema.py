@@ -55,12 +55,13 @@ def fields_of(model: type[BaseModel], prefix: str = "") -> set[str]:
     return fields
 
 
-def test_the_shipped_recipes_are_a_demo_and_three_for_real_work() -> None:
+def test_the_shipped_recipes_are_two_demos_and_three_for_real_work() -> None:
     assert shipped_recipes() == [
         "llama2-7b-gqa8-1gpu",
         "llama2-7b-gqa8-8gpu",
         "llama2-7b-gqa8-multihost",
         "quickstart",
+        "quickstart-fold",
     ]
 
 
@@ -86,6 +87,37 @@ def test_quickstart_finds_its_files_from_any_folder(tmp_path: Path, monkeypatch:
     recipe = load_recipe("quickstart")
     assert Path(recipe.model).is_absolute() and (Path(recipe.model) / "config.json").is_file()
     assert all(Path(text).is_file() for text in [*recipe.uptrain.data, *recipe.uptrain.eval_data, *recipe.eval.text])
+
+
+def test_every_path_is_looked_for_beside_the_recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, elsewhere = tmp_path / "recipe", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for name in ("model", "tasks"):
+        (folder / name).mkdir(parents=True)
+    for name in ("calibration.txt", "data.txt", "eval.txt"):
+        (folder / name).write_text("text")
+    tree = {
+        **MINIMAL,
+        "model": "model",
+        "convert": {"num_key_value_heads": 2, "calibration": "calibration.txt"},
+        "uptrain": {**MINIMAL["uptrain"], "data": ["data.txt"], "eval_data": ["eval.txt"]},
+        "eval": {"text": ["eval.txt"], "task_directory": "tasks", "tasks": ["cats"]},
+    }
+    monkeypatch.chdir(elsewhere)
+    recipe = load_recipe(write(folder, tree))
+    assert recipe.model == str(folder / "model") and recipe.eval.task_directory == str(folder / "tasks")
+    assert recipe.convert.calibration == str(folder / "calibration.txt")
+    assert recipe.uptrain.data == [str(folder / "data.txt")]
+    assert recipe.uptrain.eval_data == recipe.eval.text == [str(folder / "eval.txt")]
+
+
+def test_the_two_demos_differ_in_how_they_convert_and_in_the_learning_rate_alone() -> None:
+    mean, fold = (load_recipe(name).model_dump() for name in ("quickstart", "quickstart-fold"))
+    assert Path(fold["convert"].pop("calibration")).is_file()
+    assert mean["convert"].pop("calibration") is None
+    for recipe in (mean, fold):
+        del recipe["name"], recipe["gates"], recipe["convert"]["method"], recipe["uptrain"]["learning_rate"]
+    assert mean == fold
 
 
 def test_quickstart_uptrains_on_the_papers_share_of_its_own_pretraining() -> None:
