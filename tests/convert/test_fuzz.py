@@ -1,16 +1,20 @@
-"""Damaged checkpoints in process: no traceback, no hang, nothing written, one line each."""
+"""Damaged checkpoints in process: no traceback, no hang, nothing run, read or written elsewhere, one line each."""
 
+import io
 import json
+import os
 import struct
+import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load
 
 from headfold.convert import convert_checkpoint
-from headfold.convert.check import _check_files as check_files
-from headfold.convert.check import verify_checkpoint
+from headfold.convert.check import check_checkpoint, verify_checkpoint
 from headfold.convert.errors import HeadfoldError
 from headfold.convert.header import TensorSpec, encode_header
 
@@ -56,17 +60,54 @@ def small_checkpoint() -> dict[str, bytes]:
         "vocab_size": 5,
         "tie_word_embeddings": False,
         "architectures": ["LlamaForCausalLM"],
+        "head_dim": 2,
+        "initializer_range": 0.02,
+        "rope_parameters": {"rope_theta": 1e4, "rope_type": "default"},
+        "per_layer_config": {"0": {"num_key_value_heads": 4}},
     }
     files["config.json"] = json.dumps(config).encode()
+    files["headfold.json"] = json.dumps({"method": "mean", "num_key_value_heads": {"before": 4, "after": 4}}).encode()
+    files["README.md"] = b"---\nlicense: mit\n---\n<!-- headfold: begin -->\nold\n<!-- headfold: end -->\n# Model\n"
     return files
 
 
+def pickled(files: dict[str, bytes], **options: bool) -> dict[str, bytes]:
+    """The same checkpoint in one .bin file."""
+    state = {name: tensor for file, data in files.items() if file in SHARDS for name, tensor in load(data).items()}
+    buffer = io.BytesIO()
+    torch.save(state, buffer, **options)
+    kept = {name: data for name, data in files.items() if name in ("config.json", "README.md", "headfold.json")}
+    return {**kept, "pytorch_model.bin": buffer.getvalue()}
+
+
+SHARDS = ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
 FILES = small_checkpoint()
+PICKLED = [pickled(FILES), pickled(FILES, _use_new_zipfile_serialization=False)]
+
+ELSEWHERE: list[str] = []
+"""What has been run, or opened outside the directories that a conversion may use, while something was watched."""
+WATCHED: list[Path] = []
+
+
+def _watch(event: str, arguments: tuple) -> None:
+    """An audit hook of Python: it sees every file that is opened and every process and connection that is started."""
+    if not WATCHED:
+        return
+    if event in ("subprocess.Popen", "os.system", "os.exec", "os.posix_spawn", "socket.connect"):
+        ELSEWHERE.append(f"{event} {arguments}")
+    if event == "open" and isinstance(arguments[0], (str, bytes, os.PathLike)):
+        path = Path(os.path.abspath(os.fsdecode(arguments[0])))
+        inside = path.parts[len(WATCHED[0].parts)] if path.is_relative_to(WATCHED[0]) and path != WATCHED[0] else "in"
+        if not inside.startswith(("in", "out")) or path == Path("/etc/passwd"):
+            ELSEWHERE.append(str(path))
+
+
+sys.addaudithook(_watch)
 
 
 @st.composite
 def edited_bytes(draw) -> dict[str, bytes]:
-    files = dict(FILES)
+    files = dict(draw(st.sampled_from([FILES, FILES, *PICKLED])))
     name = draw(st.sampled_from(sorted(files)))
     data = files[name]
     for place, removed, inserted in draw(EDITS):
@@ -79,7 +120,7 @@ def edited_bytes(draw) -> dict[str, bytes]:
 def edited_json(draw) -> dict[str, bytes]:
     """A hostile value somewhere inside a header, the index or the config, with the file around it intact."""
     files = dict(FILES)
-    name = draw(st.sampled_from(sorted(files)))
+    name = draw(st.sampled_from(sorted(files.keys() - {"README.md"})))
     is_shard = name.endswith(".safetensors")
     size = struct.unpack("<Q", files[name][:8])[0] if is_shard else 0
     value = json.loads(files[name][8 : 8 + size] if is_shard else files[name])
@@ -103,19 +144,27 @@ def edited_json(draw) -> dict[str, bytes]:
 
 
 def survives(directory: Path, files: dict[str, bytes]) -> None:
-    source = directory / "in"
+    source, output = directory / "in", directory / "out"
     source.mkdir(exist_ok=True)
+    for path in source.iterdir():
+        path.unlink()
     for name, data in files.items():
         (source / name).write_bytes(data)
-    for finding in check_files(source)[1]:
-        assert finding.message.isprintable(), finding.message
+    before = {path: path.read_bytes() for path in output.glob("*")}
+    WATCHED.append(directory)
     try:
-        convert_checkpoint(source, directory / "out", num_key_value_heads=2, force=True)
-        verify_checkpoint(directory / "out")
+        for finding in check_checkpoint(source):
+            assert finding.message.isprintable(), finding.message
+        convert_checkpoint(source, output, num_key_value_heads=2, force=True)
+        verify_checkpoint(output)
     except HeadfoldError as error:
         assert str(error).isprintable(), str(error)
         assert len(str(error)) < 3000
-    assert {path.name for path in directory.iterdir()} <= {"in", "out"}
+        assert {path: path.read_bytes() for path in output.glob("*")} == before
+    finally:
+        WATCHED.clear()
+    assert not ELSEWHERE
+    assert {path.name for path in directory.iterdir()} <= {"in", "out", "config.json"}
     assert {path.name: path.read_bytes() for path in source.iterdir()} == files
 
 
@@ -136,9 +185,30 @@ def fuzz(directory: Path, examples: int) -> None:
         run()
 
 
-def test_the_checkpoint_that_is_damaged_is_sound(tmp_path):
-    survives(tmp_path, FILES)
-    assert (tmp_path / "out" / "model-00002-of-00002.safetensors").is_file()
+@pytest.fixture(autouse=True)
+def _a_file_beside_the_checkpoint(tmp_path):
+    """What a path with `..` would lead to."""
+    (tmp_path / "config.json").write_text("{}")
+    ELSEWHERE.clear()
+
+
+@pytest.mark.parametrize("files", [FILES, *PICKLED])
+def test_the_checkpoint_that_is_damaged_is_sound(tmp_path, files):
+    survives(tmp_path, files)
+    assert (tmp_path / "out" / "headfold.json").is_file()
+    assert b"license: mit" in (tmp_path / "out" / "README.md").read_bytes()
+
+
+def test_what_is_opened_elsewhere_is_seen(tmp_path):
+    WATCHED.append(tmp_path)
+    try:
+        (tmp_path / "config.json").read_bytes()
+        open("/etc/passwd", "rb").close()
+        os.system("true")
+    finally:
+        WATCHED.clear()
+    assert [str(tmp_path / "config.json"), "/etc/passwd"] == ELSEWHERE[:2] and len(ELSEWHERE) == 3
+    ELSEWHERE.clear()
 
 
 def test_a22_damaged_checkpoints_end_in_one_line(tmp_path):
