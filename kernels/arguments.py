@@ -134,6 +134,8 @@ def check_decode_arguments(
         check_last_axis(name, x)
     if shape.num_key_value_heads < 1 or shape.num_heads % shape.num_key_value_heads or shape.num_heads < 1:
         refuse("k_cache", f"of a number of KV heads that divides q's {shape.num_heads}", shape.num_key_value_heads)
+    if shape.head_dim < 1:
+        refuse("q", "of a head_dim of at least 1", 0)
     if k_cache.shape[1] < 1 and block_table is not None:
         refuse("k_cache", "of a page_size of at least 1", 0)
 

@@ -526,31 +526,32 @@ def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.d
     block_m = min(16, triton.next_power_of_2(group_size))
     block_d = max(16, triton.next_power_of_2(stored_head_dim(cache_dtype, head_dim)))
     block_n = min(128, (4096 if bits == 32 else 8192) // block_d)
-    num_stages = 3
+    num_warps, num_stages = 4, 3
     programs_per_sm = _PROGRAMS_PER_SM[device_class][bits]
     if is_quantised(cache_dtype) and block_m in (2, 4):
         # 8 rows take as many instructions, and a few registers less: with 4 some builds spill. So do some with 8, where
         # the compiler makes do with the 128 registers of a fourth program on an SM; with 16 it settles for three.
         block_m = 16 if bits == 8 and head_dim in (80, 96, 112) and device_class == "sm_90" else 8
     if is_quantised(cache_dtype) and q_dtype == torch.float32:
-        # As float32 operands they fill the registers: as few keys as leave copies wide, two programs, and as many tiles
-        # ahead as make up for both, 24 KB of each program.
-        block_n = max(16, 2048 // block_d)
-        num_stages = 1 + triton.cdiv(24 * 1024, 2 * block_n * row_bytes)
-        programs_per_sm = min(2, programs_per_sm)
+        # As float32 operands they fill the registers: as few keys as leave copies wide, with half of the threads where
+        # that leaves 16, few programs, and as many tiles ahead as make up for it, 48 KB in all.
+        num_warps = 2 if block_d <= 64 else 4
+        block_n = max(16, 512 * num_warps // block_d)
+        num_stages = 1 + triton.cdiv(6 * 1024 * num_warps, 2 * block_n * row_bytes)
+        programs_per_sm = min(8 // num_warps, programs_per_sm)
     elif row_bytes % 16:
         # Rows that are copied in smaller pieces take more registers, and padded ones more memory: fewer keys, but more
         # tiles ahead.
         block_n = min(64, block_n)
         if bits == 4:
-            num_stages = 7 if row_bytes % 8 else 5
+            num_stages = 7
     elif bits == 4 and head_dim == 160 and device_class != "sm_90":
         block_n, num_stages = 32, 5  # likewise: its rows are padded to 128 bytes, and shared memory is smaller here
     return Tile(
         block_m=block_m,
         block_n=block_n,
         block_d=block_d,
-        num_warps=4,
+        num_warps=num_warps,
         num_stages=num_stages,
         programs_per_sm=programs_per_sm,
     )

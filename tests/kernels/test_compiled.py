@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from headfold.kernels.compiled import HEAD_DIMS, DecodeBuild, table_builds
+from headfold.kernels.dtypes import num_bits
 from headfold.kernels.quantise import QUANTISED_MAX, dequantise
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -41,7 +42,10 @@ def chosen():
     yield build(80, 160, 4, cache_dtype="int4")
     yield build(90, 128, 8, q_dtype="float16", cache_dtype="float16", page_size=16)
     yield build(90, 128, 8, page_size=16, window=True)
+    yield build(90, 80, 8, cache_dtype="int4", page_size=16, key_scales="channel")
     yield build(90, 64, 1, q_dtype="float32", cache_dtype="float32")
+    yield build(90, 128, 8, q_dtype="float32", cache_dtype="int4", page_size=16)
+    yield build(80, 72, 8, q_dtype="float32", cache_dtype="int4", page_size=16)
     yield build(90, 128, 16, page_size=16)
     yield build(90, 128, 2, cache_dtype="int8", page_size=16)
     yield build(90, 128, 16, cache_dtype="int8", page_size=24)
@@ -102,13 +106,13 @@ def key(record):
 
 
 def test_the_table_is_whole_and_its_faults_are_the_documented_ones():
-    """Every build is there; those that are not as they must be have float32 queries, or are the two named here."""
+    """Every build is there; those that are not as they must be spill, of float32 queries over 8-bit caches."""
     builds = kept_table()["builds"]
-    faulty = [record for record in builds if record["faults"] and record["q_dtype"] != "float32"]
-    for record in faulty:
-        assert record["cache_dtype"] == "int4" and record["head_dim"] in (80, 112), record
-        assert record["key_scales"] == "channel" and record["num_spills"] <= 3, record
-    assert len(faulty) <= 2
+    for record in builds:
+        if record["faults"]:
+            assert record["faults"] == [f"{record['num_spills']} spills"], record
+            assert record["q_dtype"] == "float32" and num_bits(record["cache_dtype"]) == 8, record
+            assert record["head_dim"] in (160, 256) or record["num_spills"] <= 2, record
     if len(builds) < kept_table()["planned"]:
         pytest.skip(f"{len(builds)} of {kept_table()['planned']} builds: scripts/kernel_table.py makes the rest")
     assert len({key(record) for record in builds}) == len(builds) == len(list(table_builds()))
@@ -116,10 +120,9 @@ def test_the_table_is_whole_and_its_faults_are_the_documented_ones():
 
 @pytest.mark.slow
 def test_the_full_table():
-    """Compiled anew, but for those that the table says are not sound."""
-    faulty = {key(record) for record in kept_table()["builds"] if record["faults"]}
+    """Compiled anew, but for float32 queries, which the table has."""
     found = compile_all([build for build in table_builds() if build["q_dtype"] != "float32"])
-    assert [(build, build.faults) for build in found if build.faults and key(vars(build)) not in faulty] == []
+    assert [(build, build.faults) for build in found if build.faults] == []
 
 
 def test_faults_are_named():
@@ -223,7 +226,8 @@ COUNT_COMPILATIONS = """
 import torch, triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
-from headfold.kernels import decode
+from headfold.kernels import append_kernel, decode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 class Driver:
     get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
@@ -243,34 +247,59 @@ def do_compile(self, key, signature, *rest):
 triton.runtime.jit.JITFunction._do_compile = do_compile
 decode._device = lambda device: ("sm_90", 132)
 
-def call(length, batch, **options):
-    q = torch.zeros(batch, 8, 64, dtype=torch.float16)
-    cache = torch.zeros(batch, length, 2, 64, dtype=torch.float16)
-    lengths = torch.full((batch,), length, dtype=torch.int32)
-    decode.gqa_decode_triton(q, cache, cache.clone(), lengths, 0.125, **options)
+class NothingIsReadBack(TorchDispatchMode):
+    # A value on the device that the host asks for would end a graph capture.
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert function.overloadpacket.__name__ not in ("_local_scalar_dense", "nonzero", "_to_copy", "is_nonzero")
+        return function(*args, **(kwargs or {}))
 
-pages = dict(block_table=torch.zeros(16, 8, dtype=torch.int32))
-for batch in (1, 3, 16):
-    for length in (1, 2, 64, 100_000 // batch):
-        call(length, batch)
-        call(length, batch, window=7)
-        call(length, batch, window=16)
-after_warm_up = len(compiled)
-assert after_warm_up >= 2, compiled
-for batch in (1, 3, 16):
-    for length in range(1, 65):
-        call(length, batch)
-        call(length, batch, window=length)
-assert len(compiled) == after_warm_up, compiled[after_warm_up:]
-print(after_warm_up, "compilations")
+def call(length, batch, cache_dtype=torch.float16, page_size=None, per_channel=False, **options):
+    q = torch.zeros(batch, 8, 64, dtype=torch.float16)
+    rows, slots = batch, length
+    if page_size:
+        options["block_table"] = torch.zeros(batch, -(-length // page_size), dtype=torch.int32)
+        rows, slots = 300, page_size
+    k, v = (torch.zeros(rows, slots, 2, 64, dtype=cache_dtype) for _ in range(2))
+    scales = {}
+    if cache_dtype == torch.int8:
+        scales = dict(k_scale=torch.zeros(2, 64) if per_channel else torch.zeros(rows, slots, 2))
+        scales |= dict(v_scale=torch.zeros(rows, slots, 2))
+    lengths = torch.full((batch,), length, dtype=torch.int32)
+    key = torch.zeros(batch, 1, 2, 64, dtype=torch.float16)
+    with NothingIsReadBack():  # the operators' own code, which a mode does not see through them
+        decode.gqa_decode_triton._init_fn(q, k, v, lengths, 0.125, **options, **scales)
+        append_kernel.kv_append_triton._init_fn(
+            k, v, key, key, lengths - 1, options.get("block_table"), scales.get("k_scale"), scales.get("v_scale")
+        )
+
+sinks, starts = torch.zeros(8), torch.zeros(16, dtype=torch.int32)
+KINDS = {
+    "plain": lambda length, batch: {},
+    "window": lambda length, batch: dict(window=length),
+    "a window beyond 32 bits": lambda length, batch: dict(window=2**31 + length),
+    "pages": lambda length, batch: dict(page_size=16, softcap=30.0),
+    "int8": lambda length, batch: dict(cache_dtype=torch.int8, seq_starts=starts[:batch]),
+    "int8 pages": lambda length, batch: dict(cache_dtype=torch.int8, page_size=24, per_channel=True, sinks=sinks),
+    "splits": lambda length, batch: dict(num_splits=1 + length % 16),
+}
+for kind, options in KINDS.items():
+    for batch in (1, 3, 16):
+        for length in (1, 2, 16, 64, 100_000 // batch):
+            call(length, batch, **options(length, batch))
+    after_warm_up = len(compiled)
+    for batch in (1, 3, 16):
+        for length in range(1, 65):
+            call(length, batch, **options(length, batch))
+    assert len(compiled) == after_warm_up, (kind, compiled[after_warm_up:])
+assert {name for name, _ in compiled} == {"_attend", "_combine", "_append"}, compiled
 """
 
 
 def test_d14_d15_the_number_of_compilations_is_constant():
-    """Over lengths 1 to 64 (each a cache of its own size) and batches 1, 3 and 16, after a warm-up.
+    """Over lengths 1 to 64 (each a cache of its own size) and batches 1, 3 and 16, after a warm-up of each kind.
 
     Triton's own cache is asked, with a driver and a compiler that do nothing. Since nothing is tuned or compiled after
-    the first call of a kind, nothing is during graph capture either.
+    the first call of a kind, nothing is during graph capture either; nor does the host wait for the device.
     """
     import os
     import subprocess

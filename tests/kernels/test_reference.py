@@ -106,6 +106,11 @@ def quantised() -> dict:
         ("q", "list", {"q": [1.0]}),
         ("q", r"\(4, 16\)", {"q": torch.zeros(4, 16)}),
         ("q", "torch.float64", {"q": torch.zeros(2, 4, 16, dtype=torch.float64)}),
+        (
+            "q",
+            "found 0",
+            {"q": torch.zeros(2, 4, 0), "k_cache": torch.zeros(2, 8, 2, 0), "v_cache": torch.zeros(2, 8, 2, 0)},
+        ),
         ("k_cache", r"\(2, 8, 2, 8\)", {"k_cache": torch.zeros(2, 8, 2, 8)}),
         ("k_cache", r"\(3, 8, 2, 16\)", {"k_cache": torch.zeros(3, 8, 2, 16)}),
         ("k_cache", "found 3", {"k_cache": torch.zeros(2, 8, 3, 16), "v_cache": torch.zeros(2, 8, 3, 16)}),
