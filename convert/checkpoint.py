@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import pickle
 import re
 import secrets
 import shutil
@@ -352,7 +353,9 @@ def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
         except RuntimeError:  # the format before torch 1.6 cannot be mapped
             state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # UnpicklingError, EOFError, RuntimeError, ...: whatever damage makes torch raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        lines = [line for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+        # torch first explains how to load it all the same, and says what it found in the last line but one
+        reason = lines[-2] if isinstance(error, pickle.UnpicklingError) and len(lines) > 2 else lines[0]
         raise CheckpointError(f"{path}: not a file of weights alone ({reason[:200]})") from error
     if not isinstance(state, Mapping):
         raise CheckpointError(f"{path}: holds other things than named tensors")
