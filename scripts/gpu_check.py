@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.metadata
 import importlib.util
 import json
 import math
@@ -354,15 +355,14 @@ def check_large_cache(run: Sizes) -> dict[str, Any]:
     assert isinstance(found, torch.Tensor)
     error = (found.float() - expected).abs().max().item()
     return {
-        "check": "a cache beyond 2^31 elements",
+        "check": f"pages at the end of a cache of {caches[0].numel() / 2**31:.3g} x 2^31 elements",
         "passed": error < 5e-3,
         "error": error,
-        "elements": caches[0].numel(),
     }
 
 
 def check_graph_replay(run: Sizes) -> dict[str, Any]:
-    """A decode loop, which replays one CUDA graph over growing lengths, gives the tokens of generate."""
+    """A decode loop, which on a GPU replays one CUDA graph over growing lengths, gives the tokens of generate."""
     model = small_model(run)
     ids = torch.randint(2, 97, (2, run.prompt // 16 + 9), device=run.device)
     num_new = 24 if not run.is_toy else 3
@@ -377,7 +377,8 @@ def check_graph_replay(run: Sizes) -> dict[str, Any]:
         loop = DecodeLoop(model, cache)
         tokens = [loop.prefill(ids).clone()] + [loop.step().clone() for _ in range(num_new - 1)]
         agreed &= torch.equal(torch.cat(tokens, dim=1), expected)
-    return {"check": "a decode loop under a CUDA graph gives generate's tokens", "passed": agreed}
+    way = "step by step" if run.is_toy else "under a CUDA graph"
+    return {"check": f"a decode loop {way} gives generate's tokens", "passed": agreed}
 
 
 def small_model(run: Sizes) -> Any:
@@ -400,6 +401,8 @@ def small_model(run: Sizes) -> Any:
 
 # ---------------------------------------------------------------------------------------------------- speed
 
+OUT_OF_TIME = "out of time"
+
 
 @dataclass
 class Point:
@@ -413,7 +416,7 @@ class Point:
     page_size: int | None
     bytes_read: int
     microseconds: float = math.nan
-    share_of_copy_bandwidth: float = math.nan
+    share_of_copy_bandwidth: float | None = None  # None: the copy was not measured
     peers: dict[str, float] = field(default_factory=dict)
 
 
@@ -542,8 +545,22 @@ def peers(run: Sizes, point: Point, arguments: tuple[torch.Tensor, ...], options
     return makers
 
 
+def peer_versions() -> dict[str, str]:
+    """Of the other libraries that are installed."""
+    found = {}
+    for name in ("flash_attn_3", "flash_attn", "flashinfer-python"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
+
+
 def measure(
-    run: Sizes, clock: Clock, bandwidth: float, deadline: float, measured: list[dict[str, Any]], left_out: list[str]
+    run: Sizes,
+    clock: Clock,
+    bandwidth: float | None,
+    deadline: float,
+    measured: list[dict[str, Any]],
+    left_out: list[str],
 ) -> None:
     """The grid within the time, added to `measured`; and to `left_out` what was not measured, with the reason."""
     pool = None
@@ -555,7 +572,7 @@ def measure(
             f"{point.cache_dtype}, page {point.page_size}"
         )
         if time.monotonic() > deadline:
-            left_out.append(f"{name}: out of time")
+            left_out.append(f"{name}: {OUT_OF_TIME}")
             continue
         if pool is None:
             pool = Pool(run, run.pool_bytes, point.cache_dtype)
@@ -575,12 +592,12 @@ def measure(
             release(run)
             continue
         point.microseconds = seconds * 1e6
-        point.share_of_copy_bandwidth = point.bytes_read / seconds / bandwidth
+        point.share_of_copy_bandwidth = point.bytes_read / seconds / bandwidth if bandwidth else None
         ours = call()
         assert isinstance(ours, torch.Tensor)  # no log-sum-exp was asked for
         for peer, make in peers(run, point, arguments, options).items():
             if time.monotonic() > deadline:
-                left_out.append(f"{name}: {peer}: out of time")
+                left_out.append(f"{name}: {peer}: {OUT_OF_TIME}")
                 continue
             try:
                 peer_call = make()
@@ -608,7 +625,7 @@ def refit_split_costs(run: Sizes, clock: Clock, deadline: float) -> dict[str, An
     rows, times, regrets = [], [], []
     shapes = [(b, g, s) for b in (1, 4, 16) for g in (1, 8) for s in (2048, 16384, 65536)]
     if run.is_toy:
-        shapes = [(1, 1, 200), (2, 1, 300)]
+        shapes = [(1, 1, 600), (2, 1, 900)]
     largest = max(b * g * s for b, g, s in shapes) * 2 * run.head_dim * 2
     pool = Pool(run, largest + (1 << 20), run.cache_dtypes[0])
     for batch_size, num_kv_heads, context in shapes:
@@ -664,21 +681,29 @@ def first_token_times(run: Sizes, clock: Clock) -> dict[str, float]:
 # ---------------------------------------------------------------------------------------------------- output
 
 
+GOAL_CONTEXT, GOAL_SHARE = 32768, 0.9
+
+
 def as_markdown(result: dict[str, Any]) -> str:
-    """The table that people read, of whatever there is."""
+    """The page that people read, of whatever there is."""
     failed = [check for check in result["checks"] if not check["passed"]]
     bandwidth = result.get("copy_bytes_per_second")
-    lines = [
-        f"# Decode kernels on {result['device']}",
-        "",
-        "Toy sizes in Triton's interpreter: the times mean nothing.\n" if result["is_toy"] else "",
-        f"{len(result['checks'])} checks of results, {len(failed)} failed. "
+    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
+    lines = [f"# Decode kernels on {result['device']}", ""]
+    if result["is_toy"]:
+        lines += ["Toy sizes in Triton's interpreter: the times mean nothing.", ""]
+    lines += [
+        f"{versions}. {len(result['checks'])} checks of results, {len(failed)} failed. "
         + (f"A copy moves {bandwidth / 1e12:.3f} TB/s, read and written together." if bandwidth else ""),
         "",
+        *against_the_goal(result["points"]),
+        "Times of peers are relative to ours: above 1, ours is faster.",
+        "",
         "| H/G | context | batch | cache | page | us | share of copy bandwidth | peers (their time / ours) |",
-        "|---|---|---|---|---|---|---|---|",
+        "|---|---:|---:|---|---|---:|---:|---|",
     ]
     for p in result["points"]:
+        share = p["share_of_copy_bandwidth"]
         cells = [
             f"{p['num_heads']}/{p['num_kv_heads']}",
             p["context"],
@@ -686,16 +711,57 @@ def as_markdown(result: dict[str, Any]) -> str:
             p["cache_dtype"],
             p["page_size"] or "contiguous",
             f"{p['microseconds']:.1f}",
-            f"{p['share_of_copy_bandwidth']:.3f}",
-            ", ".join(f"{name} {us / p['microseconds']:.2f}" for name, us in p["peers"].items()),
+            "" if share is None else f"{share:.3f}" if share >= 0.001 else f"{share:.1g}",
+            "; ".join(f"{name} {us / p['microseconds']:.2f}" for name, us in p["peers"].items()),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    lines += ["", f"Split cost model: `{json.dumps(result.get('split_costs'))}`", ""]
-    lines += [f"First token: `{json.dumps(result.get('first_token'))}`", ""]
+    lines += ["", split_costs_in_words(result.get("split_costs") or {}), ""]
+    first = result.get("first_token")
+    if first:
+        whole, found = (1000 * first[name] for name in ("whole_prompt_seconds", "prefix_found_seconds"))
+        text = (
+            f"First token of a prompt of {first['prompt_tokens']} tokens: {whole:.1f} ms computed whole, {found:.1f} ms"
+        )
+        lines += [f"{text} with all but its last page found in the cache.", ""]
     lines += [f"- {part} failed: {error}" for part, error in result["failed_parts"].items()]
-    lines += [f"- failed: {check}" for check in failed]
-    lines += [f"- left out: {line}" for line in result["left_out"]]
+    for check in failed:
+        found = ", ".join(f"{name} {value}" for name, value in check.items() if name not in ("check", "passed"))
+        lines.append(f"- failed check: {check['check']}" + (f" ({found})" if found else ""))
+    late = sum(line.endswith(OUT_OF_TIME) for line in result["left_out"])
+    lines += [f"- left out: {late} shapes or peers for lack of time, named in the JSON"] if late else []
+    lines += [f"- left out: {line}" for line in result["left_out"] if not line.endswith(OUT_OF_TIME)]
     return "\n".join(lines) + "\n"
+
+
+def against_the_goal(points: list[dict[str, Any]]) -> list[str]:
+    """What the goal is, and how many of the shapes that it speaks of reach it; nothing if there are none."""
+    long = [p for p in points if p["context"] >= GOAL_CONTEXT]
+    shares = [p["share_of_copy_bandwidth"] for p in long if p["share_of_copy_bandwidth"] is not None]
+    if not shares:
+        return []
+    compared = [p for p in long if p["peers"]]
+    ahead = sum(p["microseconds"] < min(p["peers"].values()) for p in compared)
+    reached = sum(share >= GOAL_SHARE for share in shares)
+    return [
+        f"The goal at contexts of {GOAL_CONTEXT} and more is {GOAL_SHARE} of the copy's bandwidth, and ahead of every "
+        f"peer: {reached} of {len(shares)} such shapes reach that share (from {min(shares):.3f} to {max(shares):.3f}), "
+        f"{ahead} of {len(compared)} that have peers are ahead of all of them.",
+        "",
+    ]
+
+
+def split_costs_in_words(costs: dict[str, Any]) -> str:
+    """The refitted split cost model beside the one in use."""
+    if "regret" not in costs:
+        return f"The split cost model was not refitted: {costs.get('measured', 0)} times were measured."
+    regret = costs["regret"]
+    names = {"program_overhead_tiles": "a program costs {} beside its own", "merge_overhead_tiles": "one more split {}"}
+    parts = [f"{text.format(f'{costs[name]:.3g}')} (in use: {costs['in_use'][name]:g})" for name, text in names.items()]
+    return (
+        f"The split cost model, refitted over {costs['measured']} times, in tiles of "
+        f"{costs['microseconds_per_tile']:.3g} us: {', '.join(parts)}. The number of splits that the kernel chooses "
+        f"takes {regret['median']:.3g} of the best tried number's time in the median, {regret['worst']:.3g} at worst."
+    )
 
 
 class Report:
@@ -751,7 +817,7 @@ def main() -> int:
         arguments.output,
         device=torch.cuda.get_device_name() if not run.is_toy else "CPU (interpreter)",
         is_toy=run.is_toy,
-        versions={"torch": torch.__version__, "triton": triton.__version__},
+        versions={"torch": torch.__version__, "triton": triton.__version__} | peer_versions(),
     )
     result = report.result
     seconds = 60 * arguments.minutes
@@ -761,8 +827,7 @@ def main() -> int:
 
     report.part("checks of results", lambda: result["checks"].extend(check_results(run, 0.4 * seconds)))
     clock = Clock(run)
-    bandwidth = report.part("copy", lambda: copy_bandwidth(run, clock)) or math.nan
-    result["copy_bytes_per_second"] = bandwidth if bandwidth > 0 else None
+    bandwidth = result["copy_bytes_per_second"] = report.part("copy", lambda: copy_bandwidth(run, clock))
     release(run)
     result["split_costs"] = report.part(
         "split costs", lambda: refit_split_costs(run, clock, report.start + 0.55 * seconds)
