@@ -6,7 +6,7 @@ P rotary pairs, E hidden size, F features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -28,6 +28,9 @@ _MODERATE = 4
 
 _GRAM_BLOCK = 512
 """Rows of a Gram matrix that are computed together."""
+
+_ROWS = 1024
+"""Rows of a matrix that are solved for together."""
 
 _CHUNK_LOGITS = 1 << 20
 """Logits that are in memory at a time, beside those of the sample."""
@@ -70,8 +73,10 @@ class NormalEquations:
             if not failed:
                 break
             ridge = 10 * ridge  # it is below the rounding of the moments
-        right = self._products + ridge * prior.double()
-        return torch.cholesky_solve(right.T, factor).T.to(prior.dtype)
+        solution = torch.empty_like(prior)
+        for products, start, rows in self._by_rows(prior, solution):
+            rows.copy_(torch.cholesky_solve((products + ridge * start.double()).T, factor).T)
+        return solution
 
     def include(self, other: NormalEquations) -> None:
         """Count the rows of `other` as well."""
@@ -81,9 +86,15 @@ class NormalEquations:
 
     def error(self, weight: Tensor) -> float:
         """E|y - W f|^2 of a matrix (E, F), summed over all rows."""
-        weight = weight.double()
-        squares = self._targets + (((weight @ self._features) - 2 * self._products) * weight).sum().item()
+        squares = self._targets
+        for products, rows in self._by_rows(weight):
+            rows = rows.double()
+            squares += ((rows @ self._features - 2 * products) * rows).sum().item()
         return max(squares, 0.0)
+
+    def _by_rows(self, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The products and matrices (E, F) some rows at a time, so that little is needed beside the moments."""
+        return zip(*(matrix.split(_ROWS) for matrix in (self._products, *matrices)), strict=True)
 
 
 def solve_with_held_out(fitted: NormalEquations, held_out: NormalEquations, prior: Tensor) -> tuple[Tensor, float]:

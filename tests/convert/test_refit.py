@@ -25,7 +25,11 @@ def randn(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def test_normal_equations_solve_ridge_regression_towards_a_prior():
+@pytest.mark.parametrize("block", [2, 1000])
+def test_normal_equations_solve_ridge_regression_towards_a_prior(monkeypatch, block):
+    """Also where the matrices are larger than what is multiplied and solved at a time."""
+    monkeypatch.setattr("headfold.convert.refit._GRAM_BLOCK", block)
+    monkeypatch.setattr("headfold.convert.refit._ROWS", block)
     features, targets, prior = randn(50, 6, seed=0), randn(50, 3, seed=1), randn(3, 6, seed=2)
     equations = NormalEquations(6, 3)
     equations.add(features[:20].view(4, 5, 6), targets[:20].view(4, 5, 3))
