@@ -168,6 +168,16 @@ def test_refits_report_the_error_that_is_there_and_lower_it(rotary, has_bias):
     assert torch.equal(once.v, weights.v) and torch.equal(once.o, weights.o)
 
 
+def test_windows_one_at_a_time_give_what_all_at_once_give(monkeypatch):
+    sample, weights = sample_and_weights(Rotary("half", D), True)
+    whole, *errors = refit_logits(sample, weights, num_sweeps=2, strength=1e-2, num_iterations=8)
+    monkeypatch.setattr("headfold.convert.refit._CHUNK_LOGITS", 1)
+    parts, *errors_of_parts = refit_logits(sample, weights, num_sweeps=2, strength=1e-2, num_iterations=8)
+    assert errors == pytest.approx(errors_of_parts, rel=1e-9)
+    for one, two in ((whole.q, parts.q), (whole.k, parts.k), (whole.q_bias, parts.q_bias)):
+        assert torch.allclose(one, two, rtol=1e-9, atol=1e-9)
+
+
 @each_rotary
 def test_refitted_keys_are_at_the_bottom_of_the_quadratic(rotary):
     """After the last refit, which is that of the keys, nothing that moves them lowers the error."""
