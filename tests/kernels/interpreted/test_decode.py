@@ -179,12 +179,15 @@ def test_d7_lengths_around_pages(case, page_size):
 
 
 def test_d10_zero_rows_and_outlier_channels(case):
+    # One row of zeros among others; and nothing but zeros, in a sequence of one token and in the first of two tiles.
     for cache_dtype in CACHE_DTYPES:
-        c = case([20], cache_dtype=cache_dtype, poison=False)
+        c = case([140, 1, 20], cache_dtype=cache_dtype, poison=False)
         for x, scale in ((c.k, "k_scale"), (c.v, "v_scale")):
-            x.view(torch.uint8)[0, 7] = 0x88 if cache_dtype == "int4" else 0  # 0 of offset 8, twice
-            c.options[scale][0, 7] = 0
-        assert c.check()[0].isfinite().all()
+            for zeros in ((0, slice(128)), (1, slice(1)), (2, 7)):
+                x.view(torch.uint8)[zeros] = 0x88 if cache_dtype == "int4" else 0  # 0 of offset 8, twice
+                c.options[scale][zeros] = 0
+        out, _ = c.check()
+        assert out.isfinite().all() and (out[1] == 0).all()
 
     # A channel of K a hundred times the others': with a scale per channel the error against the unquantised cache stays
     # near what it is without the outlier, with a scale per token it does not.
@@ -241,8 +244,10 @@ def test_d16_more_splits_than_tiles(case, cache_dtype, monkeypatch):
         assert (out - one).abs().max() < 2e-3
         assert torch.allclose(lse, one_lse, atol=1e-5)
 
-    # More splits in use than are merged at once: 19 tiles of 32 keys.
+    # More splits in use than are merged at once: 19 tiles of 32 keys, of which the last weigh the most.
     c = case([600, 33, 0], cache_dtype=cache_dtype, head_dim=256, num_heads=2, num_kv_heads=1)
+    last = c.k if cache_dtype == "float16" else c.options["k_scale"]
+    last[0, 560:] *= 5
     assert (c.check(num_splits=20)[0] - c.check(num_splits=1)[0]).abs().max() < 2e-3
 
 
