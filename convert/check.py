@@ -16,7 +16,7 @@ from headfold.convert.families.describe import describe
 from headfold.convert.families.remap import REMAPPED, remap
 from headfold.convert.header import torch_dtype
 
-_NOT_STRUCTURE = ("attn_implementation", "experts_implementation", "fusion_config", "auto_map", "transformers_weights")
+_NOT_STRUCTURE = ("attn_implementation", "experts_implementation", "fusion_config", "auto_map")
 """Config fields that say how to load or run a model rather than what it is; some could make transformers fetch code."""
 
 

@@ -171,6 +171,11 @@ def load_config(path: str | Path) -> dict[str, Any]:
     ]
     if not all(isinstance(name, str) and re.fullmatch(r"[\w.-]{1,100}", name) for name in types):
         raise CheckpointError(f"{directory / 'config.json'}: no model_type, so the kind of model is not known")
+    if config.get("transformers_weights") is not None:  # whatever is verified here would not be what is loaded
+        raise CheckpointError(
+            f"{directory / 'config.json'}: transformers_weights makes transformers load another file "
+            f"({ascii(config['transformers_weights'])[:80]}) than the usual ones; remove the key if those are the model"
+        )
     return config
 
 
@@ -258,6 +263,15 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
         place = f"the index {index_file} does not name it" if index else f"{single} is there too"
         problems.append(f"{directory}: {stray[0]} is not part of the model ({place}); remove it or mend the index")
 
+    # What else lies there (tokenizer, generation_config ...) is read by name when the model is used.
+    for name in names:
+        if name not in (*shards, index_file, "config.json") and not _is_other_weights(name):
+            try:
+                if not (directory / name).is_dir():
+                    _contained(directory / name, directory)
+            except CheckpointError as error:
+                problems.append(str(error))
+
     digest = hashlib.sha256()
     tensors: dict[str, TensorEntry] = {}
     metadata: dict[str, dict[str, str]] = {}
@@ -338,9 +352,13 @@ def _compare_total_size(directory: Path, index: dict[str, Any], index_file: str,
 
 
 def _no_weights(directory: Path, names: list[str]) -> str:
-    other = [name for name in names if _OTHER_WEIGHTS.fullmatch(name) or name.endswith(".safetensors")]
+    other = [name for name in names if _is_other_weights(name)]
     found = f"found {', '.join(other[:3])}, which cannot be used" if other else "it holds no weights at all"
     return f"{directory}: no {SINGLE_FILE}, {INDEX_FILE} or {PICKLED_FILE}; {found}"
+
+
+def _is_other_weights(file: str) -> bool:
+    return bool(_OTHER_WEIGHTS.fullmatch(file)) or ("/" not in file and file.endswith(".safetensors"))
 
 
 def _load_pickle(path: Path) -> dict[str, torch.Tensor]:
@@ -767,7 +785,7 @@ def other_files(directory: Path, shards: Collection[str]) -> tuple[list[str], li
             file = (Path(folder) / name).relative_to(directory).as_posix()
             if file in ours:
                 continue
-            if _OTHER_WEIGHTS.fullmatch(file) or ("/" not in file and file.endswith(".safetensors")):
+            if _is_other_weights(file):
                 left_out.append(file)
             else:
                 _contained(directory / file, directory)

@@ -152,11 +152,6 @@ def _refuse_unsupported(config: dict[str, Any], text: dict[str, Any], model_type
             f"{model_type}: the weights are quantised ({ascii(method)[:40]}); "
             "convert the unquantised checkpoint and quantise the result"
         )
-    if config.get("transformers_weights") is not None:
-        raise RefusedError(
-            f"{model_type}: the config's transformers_weights makes transformers load another file "
-            f"({ascii(config['transformers_weights'])[:80]}) than the usual ones; remove the key if those are the model"
-        )
     if config.get("is_encoder_decoder"):
         raise RefusedError(f"{model_type}: an encoder-decoder; only decoder-only models can be converted")
     if model_type in WITHOUT_KV_FIELD:

@@ -76,6 +76,16 @@ def test_the_declared_defaults_are_those_of_the_classes():
         assert (share or 1.0) == (family.partial_rotary or 1.0), model_type
 
 
+@pytest.mark.parametrize("model_type", ["llama", "bloom", "t5", "falcon"])
+def test_a_config_that_names_another_weight_file_is_an_error_in_any_family(llama, model_type):
+    """Or transformers would load what nothing here has looked at, from anywhere."""
+    edit(
+        llama, config={"model_type": model_type, "transformers_weights": "../x.safetensors", "is_encoder_decoder": True}
+    )
+    with pytest.raises(CheckpointError, match=r"transformers_weights .*'\.\./x\.safetensors'"):
+        verify_checkpoint(llama)
+
+
 def test_a_base_model_without_a_head_is_sound(tiny, llama):
     tensors = load_file(llama / "model.safetensors")
     tensors = {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name != "lm_head.weight"}

@@ -444,6 +444,21 @@ def test_a22_a_pipe_or_a_device_in_place_of_a_file_does_not_hang(tmp_path, name)
     assert [path.name for path in tmp_path.iterdir()] == ["in"]
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "README.md", "headfold.json"])
+def test_what_lies_beside_the_weights_is_looked_at_for_whoever_loads_the_model(tmp_path, name):
+    """transformers follows links, and would wait for a pipe."""
+    source = write_single(tmp_path / "in")
+    (tmp_path / "secret").write_text("{}")
+    for make, message in ((os.mkfifo, "not a regular file"), (lambda path: path.symlink_to("../secret"), "outside")):
+        make(source / name)
+        with pytest.raises(CheckpointError, match=message):
+            Checkpoint.open(source)
+        (source / name).unlink()
+    (source / "notes").write_text("{}")
+    (source / name).symlink_to("notes")
+    Checkpoint.open(source)
+
+
 def test_a22_names_of_files_do_not_reach_the_terminal_as_they_are(tmp_path):
     source = write_single(tmp_path / "in")
     for name in ("model-\x1b[2J\n.safetensors", os.fsdecode(b"\xff\n.txt")):
