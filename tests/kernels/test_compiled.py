@@ -282,6 +282,7 @@ KINDS = {
     "int8 pages": lambda length, batch: dict(cache_dtype=torch.int8, page_size=24, per_channel=True, sinks=sinks),
     "splits": lambda length, batch: dict(num_splits=1 + length % 16),
 }
+counts = {}
 for kind, options in KINDS.items():
     for batch in (1, 3, 16):
         for length in (1, 2, 16, 64, 100_000 // batch):
@@ -291,6 +292,8 @@ for kind, options in KINDS.items():
         for length in range(1, 65):
             call(length, batch, **options(length, batch))
     assert len(compiled) == after_warm_up, (kind, compiled[after_warm_up:])
+    counts[kind] = after_warm_up
+assert counts["a window beyond 32 bits"] == counts["window"], counts
 assert {name for name, _ in compiled} == {"_attend", "_combine", "_append"}, compiled
 """
 

@@ -75,13 +75,16 @@ def test_d1_offsets_beyond_2_31(tmp_path, case):
     found = gqa_decode(small.q, *large, small.lengths, block_table=new_table, **scales)
     assert torch.equal(found, expected)
 
-    # The same bytes as one sequence: its last tokens lie at slots whose offset does not fit 32 bits.
-    flat = [x.view(1, -1, 2, 64) for x in large]
-    flat_scales = {name: x.view(1, -1, 2) for name, x in scales.items()}
-    length = torch.tensor([flat[0].shape[1]], dtype=torch.int32)
-    arguments = (small.q[:1], *flat, length)
-    found = gqa_decode(*arguments, window=50, **flat_scales)
-    assert (found - gqa_decode_reference(*arguments, window=50, **flat_scales)).abs().max() < 2e-3
+    # The same bytes as one sequence: its last tokens lie at slots whose offset does not fit 32 bits. Also shifted by a
+    # byte: then offsets are counted in single elements.
+    for shift in (0, 1):
+        flat = [x.view(-1)[shift : x.numel() - 128 + shift].view(1, -1, 2, 64) for x in large]
+        flat_scales = {name: x.view(1, -1, 2)[:, : flat[0].shape[1]] for name, x in scales.items()}
+        length = torch.tensor([flat[0].shape[1]], dtype=torch.int32)
+        arguments = (small.q[:1], *flat, length)
+        found = gqa_decode(*arguments, window=50, **flat_scales)
+        expected = gqa_decode_reference(*arguments, window=50, **flat_scales)
+        assert expected.count_nonzero() and (found - expected).abs().max() < 2e-3
 
     # Sequences as far apart.
     far = [x.view(-1).as_strided((3, 64, 2, 64), (2**30, 128, 64, 1)) for x in large]
