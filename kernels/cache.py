@@ -414,7 +414,7 @@ class PagedKVCache(KVCache):
             page_size = self.pool.page_size
             # Pages that the sequence has already, and is about to write to.
             for i in range(length // page_size, min(len(pages), -(-(length + num_new) // page_size))):
-                if self.pool.must_copy(pages[i]):
+                if num_new and self.pool.must_copy(pages[i]):
                     page = self.pool.take()
                     for layer in self.layers:
                         for x in layer.tensors:

@@ -328,6 +328,8 @@ def test_pages_reserved_before_a_fork_are_not_written_by_both():
         model(torch.tensor([[2, 3, 4, 5, 6]]), cache=cache)
         cache.reserve(14)
     cache.fork(0, 1)
+    cache.reserve(0)
+    assert cache.pages[0] == cache.pages[1]
     parts = [list(range(20, 31)), list(range(40, 51))]
     for row, part in enumerate(parts):
         with cache.only([row]):
