@@ -75,7 +75,9 @@ class NormalEquations:
             ridge = 10 * ridge  # it is below the rounding of the moments
         solution = torch.empty_like(prior)
         for products, start, rows in self._by_rows(prior, solution):
-            rows.copy_(torch.cholesky_solve((products + ridge * start.double()).T, factor).T)
+            # Not cholesky_solve, which copies the factor.
+            halfway = torch.linalg.solve_triangular(factor, (products + ridge * start.double()).T, upper=False)
+            rows.copy_(torch.linalg.solve_triangular(factor.T, halfway, upper=True).T)
         return solution
 
     def include(self, other: NormalEquations) -> None:
