@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "docs" / "results"
 
@@ -45,6 +47,17 @@ def quickstart_table() -> str:
         "it claims nothing about GPUs."
     )
     return f"{table(rows, 'lrrr')}\n\n{note}"
+
+
+def two_demos_table() -> str:
+    """Perplexity in the two demos, by mean pooling and by fold."""
+    rows: list[list[Any]] = [["demo", "method", "learning rate", "before", "converted", "after uptraining"]]
+    for name in ("quickstart", "quickstart-fold"):
+        recipe = yaml.safe_load((ROOT / "recipes" / f"{name}.yaml").read_text(encoding="utf-8"))
+        perplexity = read(name)["perplexity"]
+        stages = (f"{perplexity[stage]:.2f}" for stage in ("before", "converted", "after"))
+        rows.append([f"`{name}`", recipe["convert"]["method"], f"{recipe['uptrain']['learning_rate']:g}", *stages])
+    return table(rows, "llrrrr")
 
 
 def read(name: str) -> Any:
@@ -228,6 +241,7 @@ TABLES = {
     "quickstart_methods": quickstart_methods_table,
     "smollm2": smollm2_table,
     "quickstart": quickstart_table,
+    "two_demos": two_demos_table,
     "compiled": compiled_table,
     "cpu_decode": cpu_decode_table,
     "first_token": first_token_table,
