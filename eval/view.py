@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from markupsafe import Markup
@@ -283,7 +284,7 @@ def _training_figure(report: Report) -> Figure | None:
         "Perplexity against uptraining tokens",
         [Series("after", "Perplexity", points)],
         Axis("tokens of uptraining", count),
-        Axis("perplexity", trimmed, scale="log" if highest > 8 * lowest else "linear"),
+        Axis("perplexity", partial(trimmed, digits=5), scale="log" if highest > 8 * lowest else "linear"),
     )
     return Figure(
         "Perplexity while uptraining",
