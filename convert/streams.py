@@ -118,8 +118,9 @@ class Streams:
 
         def run_behind(batch: slice) -> Tensor:
             known = output(self.load(features, batch))
-            others = () if isinstance(returned[0], Tensor) else (None,) * (len(returned[0]) - 1)
-            attention.forward = lambda *_, **__: (known, *others) if others else known
+            is_alone = isinstance(returned[0], Tensor)
+            result = known if is_alone else (known, *[None] * (len(returned[0]) - 1))
+            attention.forward = lambda *_, **__: result
             try:
                 return run(batch)
             finally:
