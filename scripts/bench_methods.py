@@ -89,8 +89,8 @@ def quickstart(arguments: argparse.Namespace) -> None:
         for count in arguments.counts:
             for method in arguments.methods:
                 for grouping in arguments.groupings if method in CALIBRATED else ["adjacent"]:
-                    suffix = f"/learning rate {arguments.learning_rate:g}" if training else ""
-                    suffix = suffix if arguments.uptrain else "/converted only"
+                    rate = f"/learning rate {arguments.learning_rate:g}" if training else ""
+                    suffix = rate if arguments.uptrain else "/converted only"
                     name = f"quickstart/{method}/{grouping}/{count}/seed {seed}{suffix}"
                     results.add(name, lambda m=method, g=grouping, c=count, s=seed: measure(m, g, c, s))  # type: ignore[misc]
 
