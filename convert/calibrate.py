@@ -7,7 +7,7 @@ layer receives from the converted layers before it. For each layer, with the wei
    queries there (sampling.py), and what the original attention makes of the original stream;
 2. share K and V in closed form (merge.py) within the groups (grouping.py);
 3. refit queries and keys to the logits, then the output projection, then the last layer of the MLP, so that the
-   converted stream comes out where the original one does (refit.py);
+   converted stream comes out where the original one does (logits.py, least_squares.py);
 4. move both streams on.
 
 Behind the last layer, the norm there is refitted too (final_norm.py).
@@ -31,7 +31,8 @@ from headfold.convert.errors import RefusedError
 from headfold.convert.families import AttentionLayer
 from headfold.convert.final_norm import refit_norm
 from headfold.convert.grouping import Groups
-from headfold.convert.refit import NormalEquations, refit_logits, solve_with_held_out
+from headfold.convert.least_squares import NormalEquations, solve_with_held_out
+from headfold.convert.logits import refit_logits
 from headfold.convert.sampling import LogitSampler
 from headfold.convert.sensitivity import output_metric
 from headfold.convert.settings import Grouping, Method
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 Folded = tuple[AttentionLayer, dict[str, Tensor], dict[str, Any]]
 
 _NUM_SWEEPS = 2
-_NUM_ITERATIONS = 8
+_NUM_ITERATIONS = 4
 _LOGIT_STRENGTH = 1e-2
 _METRIC_TOKENS = 2048
 """Tokens on which it is measured what an error of the output projection costs."""

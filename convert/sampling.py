@@ -14,15 +14,15 @@ from torch import Tensor
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import AttentionLayer
 from headfold.convert.grouping import Groups, query_order
+from headfold.convert.logits import LogitSample, rotate
 from headfold.convert.merge import pair_channels
-from headfold.convert.refit import LogitSample, rotate
 from headfold.convert.walk import AttentionCall
 from headfold.convert.weights import AttentionWeights
 
 _NUM_QUERIES = 4096
 """Queries that are sampled from all windows together."""
 
-_MAX_WINDOWS = 128
+_MAX_WINDOWS = 64
 """Windows that queries are sampled from: their inputs and logits are in memory together."""
 
 _ROTARY_TOLERANCE = 1e-3

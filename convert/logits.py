@@ -1,36 +1,22 @@
-"""Least-squares refits of what stands before and behind shared heads. The derivation is in docs/fold.md.
+"""Refits the queries and keys of shared heads to the logits of the original ones (docs/fold.md, equations 5 and 6).
 
 Shapes in one letter code: W windows, T tokens, S sampled queries of a window, H query heads, N KV heads, D head_dim,
-P rotary pairs, E hidden size, F features.
+P rotary pairs, E hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from functools import cache
 
 import torch
 from torch import Tensor
 
 from headfold.convert.families import Rotary
-from headfold.convert.merge import pair_channels
 from headfold.convert.weights import AttentionWeights
 
 _FLOOR = 1e-3
 """Share of the mean that is added to the second moments of inputs, so that directions never seen stay put."""
-
-_STRENGTHS = [10 ** (half / 2) for half in range(-6, 5)]
-"""Strengths of ridge regression, 0.001 to 100, that held-out text may choose from."""
-
-_MODERATE = 4
-"""The number of 0.1 among them: where the search starts, and what is taken where nothing is held out."""
-
-_GRAM_BLOCK = 512
-"""Rows of a Gram matrix that are computed together."""
-
-_ROWS = 1024
-"""Rows of a matrix that are solved for together."""
 
 _CHUNK_LOGITS = 1 << 20
 """Logits that are in memory at a time, beside those of the sample."""
@@ -38,88 +24,8 @@ _CHUNK_LOGITS = 1 << 20
 _UNIFORM_SHARE = 0.5
 """Weight of all keys alike beside the attention probabilities: keys without attention must not come to get any."""
 
-
-class NormalEquations:
-    """Gathers E[f f^T] (F, F) and E[y f^T] (E, F) over batches, to solve for the matrix that takes f to y. float64."""
-
-    def __init__(self, num_features: int, num_outputs: int, device: torch.device | str = "cpu"):
-        self._features = torch.zeros(num_features, num_features, dtype=torch.float64, device=device)
-        self._products = torch.zeros(num_outputs, num_features, dtype=torch.float64, device=device)
-        self._targets = 0.0
-
-    def add(self, features: Tensor, targets: Tensor) -> None:
-        """Count the rows of features (..., F) with their targets (..., E)."""
-        features, targets = features.flatten(0, -2), targets.flatten(0, -2)
-        for first in range(0, features.shape[1], _GRAM_BLOCK):  # left of the diagonal it is known by symmetry
-            rows, rest = slice(first, first + _GRAM_BLOCK), slice(first, None)
-            products = features[:, rows].T @ features[:, rest]
-            self._features[rows, rest] += products
-            self._features[first + _GRAM_BLOCK :, rows] += products[:, _GRAM_BLOCK:].T
-        self._products += targets.T @ features
-        self._targets += targets.double().pow(2).sum().item()
-
-    def solve(self, prior: Tensor, strength: float) -> Tensor:
-        """The W (E, F) with the least E|y - W f|^2 + strength * E[f_i^2] |W - prior|^2, in the dtype of `prior`.
-
-        Ridge regression towards `prior`; E[f_i^2] is the mean over all features, so that `strength` has no unit.
-        """
-        diagonal = self._features.diagonal()
-        moments = diagonal.clone()
-        ridge = strength * moments.mean() + torch.finfo(torch.float64).tiny
-        while True:
-            diagonal.copy_(moments + ridge)  # in place: of a large MLP the matrix has a gigabyte
-            factor, failed = torch.linalg.cholesky_ex(self._features)
-            diagonal.copy_(moments)
-            if not failed:
-                break
-            ridge = 10 * ridge  # it is below the rounding of the moments
-        solution = torch.empty_like(prior)
-        for products, start, rows in self._by_rows(prior, solution):
-            # Not cholesky_solve, which copies the factor.
-            halfway = torch.linalg.solve_triangular(factor, (products + ridge * start.double()).T, upper=False)
-            rows.copy_(torch.linalg.solve_triangular(factor.T, halfway, upper=True).T)
-        return solution
-
-    def include(self, other: NormalEquations) -> None:
-        """Count the rows of `other` as well."""
-        self._features += other._features
-        self._products += other._products
-        self._targets += other._targets
-
-    def error(self, weight: Tensor) -> float:
-        """E|y - W f|^2 of a matrix (E, F), summed over all rows."""
-        squares = self._targets
-        for products, rows in self._by_rows(weight):
-            rows = rows.double()
-            squares += ((rows @ self._features - 2 * products) * rows).sum().item()
-        return max(squares, 0.0)
-
-    def _by_rows(self, *matrices: Tensor) -> Iterator[tuple[Tensor, ...]]:
-        """The products and matrices (E, F) some rows at a time, so that little is needed beside the moments."""
-        return zip(*(matrix.split(_ROWS) for matrix in (self._products, *matrices)), strict=True)
-
-
-def solve_with_held_out(fitted: NormalEquations, held_out: NormalEquations, prior: Tensor) -> tuple[Tensor, float]:
-    """The solution on all rows, and its strength: that with which a fit to `fitted` has the least error on `held_out`.
-
-    What calibration text says about a direction holds for other text only as far as there was enough of it. The
-    search goes downhill in steps of ten, then of the square root of ten. Afterwards `fitted` counts all rows.
-    """
-
-    @cache
-    def error(number: int) -> float:
-        return held_out.error(fitted.solve(prior, _STRENGTHS[number]))
-
-    chosen = _MODERATE
-    for step in (2, 1):
-        while True:
-            around = (number for number in (chosen, chosen - step, chosen + step) if 0 <= number < len(_STRENGTHS))
-            best = min(around, key=error)
-            if best == chosen:
-                break
-            chosen = best
-    fitted.include(held_out)
-    return fitted.solve(prior, _STRENGTHS[chosen]), _STRENGTHS[chosen]
+_CURVATURE_WINDOWS, _CURVATURE_QUERIES = 8, 16
+"""Windows of a sample, and queries of each, on which the curvature is estimated that preconditions the refits."""
 
 
 @dataclass
@@ -150,7 +56,7 @@ def refit_logits(
     variance of the difference of logits over the keys of a query, weighted half by the original attention and half
     alike, because softmax sees no offset; it is the mean over queries and heads.
     """
-    problem = _LogitProblem(sample, len(weights.k))
+    problem = _LogitProblem(sample, weights)
     before = problem.error(weights)
     for _ in range(num_sweeps):
         weights = problem.refit_queries(weights, strength, num_iterations)
@@ -164,17 +70,25 @@ class _LogitProblem:
     With weights w_s that sum to one over the keys s of a query, the error of a query is sum_s w_s (d_s - mean_w d)^2
     for d_s = q . k_s - target. Its gradient by d is 2 r_s with r_s = w_s (d_s - mean_w d), by q it is 2 sum_s r_s k_s,
     and by k_s it is 2 sum over queries of r_s q; the rotary of each position comes between. Factors of 2 are left out.
+
+    The Hessian of either problem is near a Kronecker product: the second moments of what the unknown matrix reads, and
+    those of what its output is multiplied by, both turned back by rotary. Its inverse preconditions.
     """
 
-    def __init__(self, sample: LogitSample, num_key_heads: int):
+    def __init__(self, sample: LogitSample, weights: AttentionWeights):
+        """Of weights, only the number of KV heads counts, and whether they have a bias."""
         self._sample = sample
-        self._num_key_heads = num_key_heads
+        self._num_key_heads = len(weights.k)
         num_windows, num_heads, num_queries, num_keys = sample.products.shape
         size = max(1, _CHUNK_LOGITS // (num_heads * num_queries * num_keys))
         self._chunks = [slice(first, first + size) for first in range(0, num_windows, size)]
         self._num_queries = num_windows * num_queries
         self._weights = _weights(sample.products * sample.scaling)
         self._targets = sample.products.nan_to_num(neginf=0.0)
+        # What the keys read: with a bias, a channel more that is always 1.
+        has_bias = weights.k_bias is not None
+        self._inputs = torch.nn.functional.pad(sample.inputs, (0, 1), value=1.0) if has_bias else sample.inputs
+        self._input_moments = self._weighted_moments(self._inputs)
 
     def error(self, weights: AttentionWeights) -> float:
         total = 0.0
@@ -191,8 +105,6 @@ class _LogitProblem:
         raw = [self._raw_queries(chunk, weights) for chunk in self._chunks]
         keys = [self._keys(chunk, weights) for chunk in self._chunks]
         second = _with_floor(_total((q.mT @ q).sum(0) for q in raw) / self._num_queries)
-        spread = self._average_pairs(_total(map(self._key_spread, self._chunks, keys)) / self._num_queries)
-        ridge = strength * spread.mean(1)[:, None, None]
 
         def gradient(maps: Tensor | None) -> Tensor:
             """By the maps; with None that at the identity, otherwise its linear part."""
@@ -206,32 +118,19 @@ class _LogitProblem:
                 total += (self._rotate(back, rotation.conj()).mT @ chunk_raw).sum(0)
             return total / self._num_queries
 
-        inverse = torch.linalg.inv(second.double()).to(second)
-        scale = 1 / (spread[:, :, None] + ridge)
-        change = conjugate_gradients(
-            lambda maps: gradient(maps) + ridge * maps @ second,
-            -gradient(None),
-            lambda rest: scale * rest @ inverse,
-            num_iterations,
-        )
+        change = _regress(gradient, self._key_moments(weights), second, strength, num_iterations)
         q = weights.q + change @ weights.q
         bias = None if weights.q_bias is None else weights.q_bias + (change @ weights.q_bias[:, :, None])[:, :, 0]
         return replace(weights, q=q, q_bias=bias)
 
     def refit_keys(self, weights: AttentionWeights, strength: float, num_iterations: int) -> AttentionWeights:
         """New rows (N, D, E) of the KV heads; the unknown is their change."""
-        has_bias = weights.k_bias is not None
-        inputs = torch.nn.functional.pad(self._sample.inputs, (0, 1), value=1.0) if has_bias else self._sample.inputs
+        inputs = self._inputs
         queries = [self._queries(chunk, weights) for chunk in self._chunks]
-        flat = inputs.flatten(0, 1)
-        second = _with_floor(flat.T @ flat / len(flat))
-        energy = _total(q.square().sum((0, 2)) for q in queries) / self._num_queries
-        spread = self._average_pairs(energy.unflatten(0, (self._num_key_heads, -1)).sum(1))
-        ridge = strength * spread.mean(1)[:, None, None]
 
         def gradient(change: Tensor | None) -> Tensor:
             """By the rows; with None that at the given weights, otherwise its linear part."""
-            total = inputs.new_zeros(inputs.shape[2], spread.numel())
+            total = inputs.new_zeros(inputs.shape[2], self._num_key_heads * weights.k.shape[1])
             for chunk, chunk_queries in zip(self._chunks, queries, strict=True):
                 keys = self._keys(chunk, weights) if change is None else self._projected_keys(inputs[chunk], change)
                 products = self._products(chunk_queries, keys)
@@ -239,19 +138,51 @@ class _LogitProblem:
                 back = self._by_key_head(residual).mT @ self._by_key_head(chunk_queries)
                 back = self._rotate(back, self._sample.rotation.conj())
                 total += inputs[chunk].flatten(0, 1).T @ back.transpose(1, 2).flatten(2).flatten(0, 1)
-            return total.T.reshape(*spread.shape, -1) / self._num_queries
+            return total.T.reshape(*weights.k.shape[:2], -1) / self._num_queries
 
-        inverse = torch.linalg.inv(second.double()).to(second)
-        scale = 1 / (spread[:, :, None] + ridge)
-        change = conjugate_gradients(
-            lambda rows: gradient(rows) + ridge * rows @ second,
-            -gradient(None),
-            lambda rest: scale * rest @ inverse,
-            num_iterations,
-        )
+        change = _regress(gradient, self._query_moments(weights), self._input_moments, strength, num_iterations)
         if weights.k_bias is None:
             return replace(weights, k=weights.k + change)
         return replace(weights, k=weights.k + change[:, :, :-1], k_bias=weights.k_bias + change[:, :, -1])
+
+    def _weighted_moments(self, inputs: Tensor) -> Tensor:
+        """Second moments of what the keys read, weighted as the keys are: (E, E)."""
+        weights = self._weights.sum(2).mean(1)
+        weighted = ((inputs[chunk] * weights[chunk, :, None].sqrt()).flatten(0, 1) for chunk in self._chunks)
+        return _with_floor(_total(rows.T @ rows for rows in weighted) / self._num_queries)
+
+    def _key_moments(self, weights: AttentionWeights) -> Tensor:
+        """Those of the keys, around their mean under each query, as the query before rotary meets them: (H, D, D)."""
+
+        def rows(window: slice, some: slice, weight: Tensor) -> Tensor:
+            keys = self._keys(window, weights)[0].repeat_interleave(len(weight) // self._num_key_heads, 0)
+            centred = keys[:, None] - (weight @ keys)[:, :, None]
+            back = self._query_rotation(window)[0, 0, some, None].conj()
+            return self._rotate(weight.sqrt()[..., None] * centred, back)
+
+        return self._mean_moments(rows)
+
+    def _query_moments(self, weights: AttentionWeights) -> Tensor:
+        """Those of the queries of each KV head, as the keys before rotary meet them: (N, D, D)."""
+
+        def rows(window: slice, some: slice, weight: Tensor) -> Tensor:
+            queries = self._queries(window, weights)[0][:, some, None]
+            return self._rotate(weight.sqrt()[..., None] * queries, self._sample.rotation.conj())
+
+        return self._mean_moments(rows).unflatten(0, (self._num_key_heads, -1)).sum(1)
+
+    def _mean_moments(self, rows: Callable[[slice, slice, Tensor], Tensor]) -> Tensor:
+        """The mean over queries of sum_s x_s x_s^T (H, D, D), for x = rows(window, some of its queries, their weights)
+        of (H, S, T, D); estimated on a few queries of a few windows."""
+        num_windows, _, num_queries, _ = self._weights.shape
+        windows = range(0, num_windows, max(1, num_windows // _CURVATURE_WINDOWS))
+        some = slice(0, num_queries, max(1, num_queries // _CURVATURE_QUERIES))
+
+        def moments(number: int) -> Tensor:
+            x = rows(slice(number, number + 1), some, self._weights[number][:, some])
+            return x.flatten(1, 2).mT @ x.flatten(1, 2) / x.shape[1]
+
+        return _total(map(moments, windows)) / len(windows)
 
     def _raw_queries(self, chunk: slice, weights: AttentionWeights) -> Tensor:
         """(W, H, S, D), before rotary."""
@@ -286,26 +217,30 @@ class _LogitProblem:
         products -= (weight * products).sum(-1, keepdim=True)
         return products.mul_(weight)
 
-    def _key_spread(self, chunk: slice, keys: Tensor) -> Tensor:
-        """The variance of the keys under the weights of each query, summed over queries: (H, D)."""
-        weight = self._weights[chunk]
-        by_key_head = self._by_key_head(weight)
-        variance = by_key_head @ keys.square() - (by_key_head @ keys).square()
-        return variance.view(*weight.shape[:3], -1).sum((0, 2))
-
-    def _average_pairs(self, spread: Tensor) -> Tensor:
-        real, imaginary = pair_channels(self._sample.rotary, spread.device)
-        mean = (spread[:, real] + spread[:, imaginary]) / 2
-        spread = spread.clone()
-        spread[:, real] = spread[:, imaginary] = mean
-        return spread
-
     def _rotate(self, x: Tensor, rotation: Tensor) -> Tensor:
         return rotate(x, rotation, self._sample.rotary)
 
     def _query_rotation(self, chunk: slice) -> Tensor:
         """(W, 1, S, P)."""
         return self._sample.rotation[self._sample.positions[chunk]][:, None]
+
+
+def _regress(
+    gradient: Callable[[Tensor | None], Tensor], curvature: Tensor, second: Tensor, strength: float, num_iterations: int
+) -> Tensor:
+    """The change X (..., D, F) of a matrix that takes the gradient to zero, in the ridge regression towards no change.
+
+    The Hessian takes X to about curvature X second: the second moments (..., D, D) of what the matrix's output is
+    multiplied by, and those of what it reads, (..., F, F). The inverse of this preconditions.
+    """
+    ridge = strength * curvature.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    left, right = _inverse(_with_floor(curvature, strength)), _inverse(second)
+    return conjugate_gradients(
+        lambda change: gradient(change) + ridge * change @ second,
+        -gradient(None),
+        lambda rest: left @ rest @ right,
+        num_iterations,
+    )
 
 
 def _heads(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -370,10 +305,14 @@ def _dots(first: Tensor, second: Tensor) -> Tensor:
     return (first * second).sum((-2, -1), keepdim=True)
 
 
-def _with_floor(second: Tensor) -> Tensor:
+def _inverse(matrices: Tensor) -> Tensor:
+    return torch.linalg.inv(matrices.double()).to(matrices)
+
+
+def _with_floor(second: Tensor, share: float = _FLOOR) -> Tensor:
     """Second moments (..., C, C) with a small share of their mean on the diagonal."""
     mean = second.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
-    floor = _FLOOR * mean + torch.finfo(second.dtype).tiny
+    floor = share * mean + torch.finfo(second.dtype).tiny
     return second + floor * torch.eye(second.shape[-1], dtype=second.dtype, device=second.device)
 
 
