@@ -4,7 +4,7 @@ Two streams of hidden states walk through the model side by side: the original o
 layer receives from the converted layers before it. For each layer, with the weights of its block alone in memory:
 
 1. gather second moments of its queries, keys and values on the converted stream (statistics.py), the logits of some
-   queries there (sampling.py), and what the original attention makes of the original stream;
+   queries on the original one (sampling.py), and what the original attention makes of that;
 2. share K and V in closed form (merge.py) within the groups (grouping.py);
 3. refit queries and keys to the logits, then the output projection, then the last layer of the MLP, so that the
    converted stream comes out where the original one does (logits.py, least_squares.py);
@@ -38,7 +38,7 @@ from headfold.convert.sensitivity import output_metric
 from headfold.convert.settings import Grouping, Method
 from headfold.convert.statistics import LayerStatistics
 from headfold.convert.streams import NUM_SINKS, Streams, name_in_block, removing
-from headfold.convert.walk import Stop, StreamedModel
+from headfold.convert.walk import AttentionCall, Stop, StreamedModel
 from headfold.convert.weights import AttentionWeights
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ Folded = tuple[AttentionLayer, dict[str, Tensor], dict[str, Any]]
 
 _NUM_SWEEPS = 2
 _NUM_ITERATIONS = 4
-_LOGIT_STRENGTH = 1e-2
+_LOGIT_STRENGTH = 1e-3
 _METRIC_TOKENS = 2048
 """Tokens on which it is measured what an error of the output projection costs."""
 
@@ -91,13 +91,13 @@ def fold_layers(
     method aligned, heads are aligned on the original stream and nothing is refitted.
 
     The statistics: `key_energy_kept` and `value_energy_kept` are the shares that the shared heads keep, as queries and
-    outputs see them. `logit_error_shared` and `_refitted`: the root mean square error of the attention logits, before
-    and after the refit. `output_error_shared` and `_repaired`: that of the stream behind the attention, before and
-    after the refit of the output projection, relative to the root mean square of what the original attention adds.
-    `mlp_error_before` and `_repaired`: that of the stream behind the block, relative to what the MLP adds.
-    `output_shrinkage` and `mlp_shrinkage`: how strongly each was drawn to what it started from, as held-out windows
-    had it best. The last layer's also have `final_norm_error_before` and `_repaired`: that of what the norm behind it
-    gives, relative to the original.
+    outputs see them. `logit_error_shared` and `_refitted`: the root mean square error of the attention logits, against
+    those of the original model, before and after the refit. `output_error_shared` and `_repaired`: that of the stream
+    behind the attention, before and after the refit of the output projection, relative to the root mean square of what
+    the original attention adds. `mlp_error_before` and `_repaired`: that of the stream behind the block, relative to
+    what the MLP adds. `output_shrinkage` and `mlp_shrinkage`: how strongly each was drawn to what it started from, as
+    held-out windows had it best. The last layer's also have `final_norm_error_before` and `_repaired`: that of what the
+    norm behind it gives, relative to the original.
 
     Raises RefusedError at once if the layers or the windows do not allow it.
     """
@@ -213,8 +213,7 @@ def _fold_layer(
     target: Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The new tensors of a layer and its statistics; moves the streams on. `target` is scratch space."""
-    weights, record = _share(checkpoint, layer, streams, plan, converted)
-    paths, energy = _move_original(layer, block, streams, original, target)
+    weights, paths, energy, record = _share(checkpoint, layer, block, streams, plan, original, converted, target)
     _assign(layer, block, weights)
     bias = None if layer.o.bias is None else checkpoint.read(layer.o.bias).to(streams.model.device).float()
     with streams.scratch(weights.o[0].numel()) as heads:
@@ -240,12 +239,23 @@ def _fold_layer(
 
 
 def _share(
-    checkpoint: Checkpoint, layer: AttentionLayer, streams: Streams, plan: _Plan, converted: Tensor
-) -> tuple[AttentionWeights, dict[str, Any]]:
-    """A layer's weights with shared heads, queries and keys refitted, and its statistics so far."""
+    checkpoint: Checkpoint,
+    layer: AttentionLayer,
+    block: nn.Module,
+    streams: Streams,
+    plan: _Plan,
+    original: Tensor,
+    converted: Tensor,
+    target: Tensor,
+) -> tuple[AttentionWeights, BlockPaths, float, dict[str, Any]]:
+    """A layer's weights with shared heads, queries and keys refitted; what _move_original returns; the record so far.
+
+    Moves the original stream on, as _move_original does.
+    """
     weights = AttentionWeights.read(checkpoint, layer).to(streams.model.device)
     sampler = LogitSampler(layer, weights, streams.windows, NUM_SINKS, plan.seed)
-    statistics = _statistics(layer, weights, streams, converted, sampler, seed=plan.seed)
+    statistics = _statistics(layer, weights, streams, converted, sampler.add_inputs, seed=plan.seed)
+    paths, energy = _move_original(layer, block, streams, original, target, sampler)
     weights, groups, record = plan.share(statistics, weights)
     weights, before, after = refit_logits(
         sampler.sample(groups),
@@ -254,7 +264,8 @@ def _share(
         strength=_LOGIT_STRENGTH,
         num_iterations=_NUM_ITERATIONS,
     )
-    return weights, record | {"logit_error_shared": math.sqrt(before), "logit_error_refitted": math.sqrt(after)}
+    record |= {"logit_error_shared": math.sqrt(before), "logit_error_refitted": math.sqrt(after)}
+    return weights, paths, energy, record
 
 
 def _repair_mlp(
@@ -346,11 +357,11 @@ def _statistics(
     weights: AttentionWeights,
     streams: Streams,
     stream: Tensor,
-    sampler: LogitSampler | None = None,
+    also: Callable[[AttentionCall, Tensor, slice], None] | None = None,
     *,
     seed: int,
 ) -> LayerStatistics:
-    """On a stream; the layer's block is loaded."""
+    """On a stream; the layer's block is loaded. What `watch` tells is passed on to `also`."""
     some_windows = slice(0, None, math.ceil(streams.windows.numel() / _METRIC_TOKENS))
     metric = output_metric(
         streams.model.blocks[layer.index],
@@ -362,27 +373,33 @@ def _statistics(
     )
     statistics = LayerStatistics.empty(layer, weights.o, metric)
 
-    def listen(call: Any, inputs: Tensor, batch: slice) -> None:
+    def listen(call: AttentionCall, inputs: Tensor, batch: slice) -> None:
         statistics.add(call, NUM_SINKS)
-        if sampler is not None:
-            sampler.add(call, inputs, batch)
+        if also is not None:
+            also(call, inputs, batch)
 
     streams.watch(layer, stream, listen)
     return statistics
 
 
 def _move_original(
-    layer: AttentionLayer, block: nn.Module, streams: Streams, original: Tensor, target: Tensor
+    layer: AttentionLayer,
+    block: nn.Module,
+    streams: Streams,
+    original: Tensor,
+    target: Tensor,
+    sampler: LogitSampler,
 ) -> tuple[BlockPaths, float]:
     """Move the original stream on, leaving in `target` where it stood behind the attention (or the attention alone).
 
-    Returns how the block is wired, and the energy of what its output projection gives, summed over all rows.
+    The logits on its way are sampled. Returns how the block is wired, and the energy of what its output projection
+    gives, summed over all rows.
     """
     name, number = name_in_block(layer.o.weight), layer.index
     seen: list[Tensor] = []
 
-    def run(hidden: Tensor) -> Tensor:
-        output = streams.model.run(number, hidden)
+    def run(hidden: Tensor, listener: Callable[[AttentionCall], None] | None = None) -> Tensor:
+        output = streams.model.run(number, hidden, listener)
         assert output is not None
         return output
 
@@ -392,7 +409,7 @@ def _move_original(
         for batch in streams.batches:
             seen.clear()
             hidden = streams.load(original, batch)
-            moved = run(hidden)
+            moved = run(hidden, partial(sampler.add_logits, batch=batch))
             attention = seen[0].view(hidden.shape)
             behind = hidden + paths.output.scale * attention if paths.output else attention
             energy += _energy(_token_weights(behind) * attention)

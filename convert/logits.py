@@ -21,7 +21,7 @@ _FLOOR = 1e-3
 _CHUNK_LOGITS = 1 << 20
 """Logits that are in memory at a time, beside those of the sample."""
 
-_UNIFORM_SHARE = 0.5
+_UNIFORM_SHARE = 0.25
 """Weight of all keys alike beside the attention probabilities: keys without attention must not come to get any."""
 
 _CURVATURE_WINDOWS, _CURVATURE_QUERIES = 8, 16
@@ -53,8 +53,8 @@ def refit_logits(
     The query heads are mapped by a matrix (D, D) each, the KV heads are free; both in turn, num_sweeps times. Each is a
     linear least-squares problem (docs/fold.md, equations 5 and 6) that is drawn to what it starts from (`strength`, as
     a share of its own second moments) and solved by at most num_iterations of conjugate gradients. The error is the
-    variance of the difference of logits over the keys of a query, weighted half by the original attention and half
-    alike, because softmax sees no offset; it is the mean over queries and heads.
+    variance of the difference of logits over the keys of a query (because softmax sees no offset), which are weighted
+    mostly by the original attention, and for a part alike; it is the mean over queries and heads.
     """
     problem = _LogitProblem(sample, weights)
     before = problem.error(weights)
@@ -250,7 +250,7 @@ def _heads(inputs: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def _weights(logits: Tensor) -> Tensor:
-    """The weight of each key for each query (..., T): what sums to one, half of it by attention."""
+    """The weight of each key for each query (..., T): what sums to one, most of it by attention."""
     visible = logits.isfinite().to(logits.dtype)
     alike = visible / visible.sum(-1, keepdim=True)
     return (1 - _UNIFORM_SHARE) * logits.softmax(-1) + _UNIFORM_SHARE * alike

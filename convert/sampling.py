@@ -29,7 +29,11 @@ _ROTARY_TOLERANCE = 1e-3
 
 
 class LogitSampler:
-    """Gathers the LogitSample of one layer from the calls of its original attention."""
+    """Gathers the LogitSample of one layer from the calls of its original attention, on two streams of hidden states.
+
+    The logits are those on the original stream: what the model had before any layer was converted. The queries and keys
+    that are to match them are computed from the converted one.
+    """
 
     def __init__(self, layer: AttentionLayer, weights: AttentionWeights, windows: Tensor, first: int, seed: int):
         """windows (W, T) are sampled from position `first` on; weights are the original ones."""
@@ -37,7 +41,7 @@ class LogitSampler:
         self._layer = layer
         self._weights = weights
         num_sampled = min(num_windows, _MAX_WINDOWS)
-        self._sampled = [number * num_windows // num_sampled for number in range(num_sampled)]
+        self._sampled = {number * num_windows // num_sampled: number for number in range(num_sampled)}
         num_queries = min(length - first, math.ceil(_NUM_QUERIES / num_sampled))
         generator = torch.Generator().manual_seed(seed * 1_000_003 + layer.index)
         order = torch.rand(num_sampled, length - first, generator=generator).argsort(1)
@@ -47,22 +51,27 @@ class LogitSampler:
         self._rotation: Tensor | None = None
         self._scaling = 1.0
 
-    def add(self, call: AttentionCall, inputs: Tensor, batch: slice) -> None:
-        """Sample the windows of a batch; inputs (B, T, E) are what the projections read."""
+    def add_inputs(self, call: AttentionCall, inputs: Tensor, batch: slice) -> None:
+        """Sample the windows of a batch of the converted stream; inputs (B, T, E) are what the projections read."""
         if self._rotation is None:
             self._rotation = self._measure_rotation(call, inputs)
-            self._scaling = call.scaling
+        self._inputs += [inputs[row] for row, _ in self._rows(batch, len(inputs))]
+
+    def add_logits(self, call: AttentionCall, batch: slice) -> None:
+        """Sample the windows of a batch of the original stream."""
+        self._scaling = call.scaling
         blind = call.mask <= torch.finfo(call.mask.dtype).min / 2
-        for number in range(*batch.indices(self._sampled[-1] + 1)):
-            if number not in self._sampled:
-                continue
-            at = self._positions[len(self._products)].to(inputs.device)
-            row = number - batch.start
+        for row, number in self._rows(batch, len(call.query)):
+            at = self._positions[number].to(call.query.device)
             query = call.query[row][:, at].unflatten(0, (call.key.shape[1], -1))
             products = (query @ call.key[row][:, None].mT).flatten(0, 1)
             mask = blind[min(row, len(blind) - 1)][:, at]
             self._products.append(products.masked_fill(mask, -torch.inf))
-            self._inputs.append(inputs[row])
+
+    def _rows(self, batch: slice, num_rows: int) -> list[tuple[int, int]]:
+        """The rows of a batch that are sampled, each with its number in the sample."""
+        numbers = ((row, self._sampled.get(batch.start + row)) for row in range(num_rows))
+        return [(row, number) for row, number in numbers if number is not None]
 
     def sample(self, groups: Groups) -> LogitSample:
         """What was gathered, the heads in the order of the groups."""

@@ -65,7 +65,7 @@ def mean_error(sample: LogitSample, q, k, q_bias, k_bias) -> torch.Tensor:
                 query = q[head] @ sample.inputs[window, at] + q_bias[head]
                 query = rotate(query[None], sample.rotation[at : at + 1], sample.rotary)[0]
                 target = sample.products[window, head, number, : at + 1]
-                weight = 0.5 * (target * sample.scaling).softmax(0) + 0.5 / (at + 1)
+                weight = 0.75 * (target * sample.scaling).softmax(0) + 0.25 / (at + 1)
                 difference = keys[: at + 1] @ query - target
                 difference = difference - (weight * difference).sum()
                 total = total + (weight * difference.square()).sum()
