@@ -213,7 +213,12 @@ def _fold_layer(
     target: Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The new tensors of a layer and its statistics; moves the streams on. `target` is scratch space."""
-    weights, paths, energy, record = _share(checkpoint, layer, block, streams, plan, original, converted, target)
+    weights = AttentionWeights.read(checkpoint, layer).to(streams.model.device)
+    sampler = LogitSampler(layer, weights, streams.windows, NUM_SINKS, plan.seed)
+    statistics = _statistics(layer, weights, streams, converted, sampler.add_inputs, seed=plan.seed)
+    paths, energy = _move_original(layer, block, streams, original, target, sampler)
+    weights, record = _share(statistics, weights, sampler, plan)
+    del statistics, sampler  # large, and what comes next needs the memory
     _assign(layer, block, weights)
     bias = None if layer.o.bias is None else checkpoint.read(layer.o.bias).to(streams.model.device).float()
     with streams.scratch(weights.o[0].numel()) as heads:
@@ -239,23 +244,9 @@ def _fold_layer(
 
 
 def _share(
-    checkpoint: Checkpoint,
-    layer: AttentionLayer,
-    block: nn.Module,
-    streams: Streams,
-    plan: _Plan,
-    original: Tensor,
-    converted: Tensor,
-    target: Tensor,
-) -> tuple[AttentionWeights, BlockPaths, float, dict[str, Any]]:
-    """A layer's weights with shared heads, queries and keys refitted; what _move_original returns; the record so far.
-
-    Moves the original stream on, as _move_original does.
-    """
-    weights = AttentionWeights.read(checkpoint, layer).to(streams.model.device)
-    sampler = LogitSampler(layer, weights, streams.windows, NUM_SINKS, plan.seed)
-    statistics = _statistics(layer, weights, streams, converted, sampler.add_inputs, seed=plan.seed)
-    paths, energy = _move_original(layer, block, streams, original, target, sampler)
+    statistics: LayerStatistics, weights: AttentionWeights, sampler: LogitSampler, plan: _Plan
+) -> tuple[AttentionWeights, dict[str, Any]]:
+    """A layer's weights with shared heads, queries and keys refitted, and the record so far."""
     weights, groups, record = plan.share(statistics, weights)
     weights, before, after = refit_logits(
         sampler.sample(groups),
@@ -265,7 +256,7 @@ def _share(
         num_iterations=_NUM_ITERATIONS,
     )
     record |= {"logit_error_shared": math.sqrt(before), "logit_error_refitted": math.sqrt(after)}
-    return weights, paths, energy, record
+    return weights, record
 
 
 def _repair_mlp(

@@ -88,7 +88,7 @@ class _LogitProblem:
         # What the keys read: with a bias, a channel more that is always 1.
         has_bias = weights.k_bias is not None
         self._inputs = torch.nn.functional.pad(sample.inputs, (0, 1), value=1.0) if has_bias else sample.inputs
-        self._input_moments = self._weighted_moments(self._inputs)
+        self._input_moments = self._moments_of_inputs()
 
     def error(self, weights: AttentionWeights) -> float:
         total = 0.0
@@ -145,14 +145,14 @@ class _LogitProblem:
             return replace(weights, k=weights.k + change)
         return replace(weights, k=weights.k + change[:, :, :-1], k_bias=weights.k_bias + change[:, :, -1])
 
-    def _weighted_moments(self, inputs: Tensor) -> Tensor:
+    def _moments_of_inputs(self) -> Tensor:
         """Second moments of what the keys read, weighted as the keys are: (E, E)."""
         weights = self._weights.sum(2).mean(1)
-        weighted = ((inputs[chunk] * weights[chunk, :, None].sqrt()).flatten(0, 1) for chunk in self._chunks)
+        weighted = ((self._inputs[chunk] * weights[chunk, :, None].sqrt()).flatten(0, 1) for chunk in self._chunks)
         return _with_floor(_total(rows.T @ rows for rows in weighted) / self._num_queries)
 
     def _key_moments(self, weights: AttentionWeights) -> Tensor:
-        """Those of the keys, around their mean under each query, as the query before rotary meets them: (H, D, D)."""
+        """Second moments (H, D, D) of the keys, around their mean under each query, as it meets them before rotary."""
 
         def rows(window: slice, some: slice, weight: Tensor) -> Tensor:
             keys = self._keys(window, weights)[0].repeat_interleave(len(weight) // self._num_key_heads, 0)
@@ -163,7 +163,7 @@ class _LogitProblem:
         return self._mean_moments(rows)
 
     def _query_moments(self, weights: AttentionWeights) -> Tensor:
-        """Those of the queries of each KV head, as the keys before rotary meet them: (N, D, D)."""
+        """Second moments (N, D, D) of the queries of each KV head, as its keys meet them before rotary."""
 
         def rows(window: slice, some: slice, weight: Tensor) -> Tensor:
             queries = self._queries(window, weights)[0][:, some, None]
