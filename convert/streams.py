@@ -28,7 +28,7 @@ _SAME = 0.02
 """Relative error up to which a block's output is that of the same computation, on inputs that were kept in 16 bits."""
 
 _BATCH_TOKENS = 4096
-_MAX_MEMORY_BYTES = 500_000_000
+_MAX_MEMORY_BYTES = 250_000_000
 """Hidden states of one stream that are larger than this are kept in a file instead."""
 
 
