@@ -64,13 +64,13 @@ PICKLED_INDEX_FILE = "pytorch_model.bin.index.json"
 RECORD_FILE = "headfold.json"
 CARD_FILE = "README.md"
 
-BLOCK_BYTES = 1 << 24
+BLOCK_BYTES = 1 << 22
 """What goes through torch goes in blocks of about this size, so that memory does not grow with the model."""
 
 _MAX_BESIDE_BYTES = 10_000_000
 _COPY_PIECE_BYTES = 1 << 28
 _NUM_COPY_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""More threads than there are cores to spare make the kernel spend its time on their locks."""
+"""Beside the thread that merges. More than there are cores to spare spend their time on the kernel's locks."""
 
 # Weights in other formats, or other copies of the weights: stale beside converted ones, so they are not carried over.
 _OTHER_WEIGHTS = re.compile(
@@ -493,7 +493,7 @@ class CheckpointWriter:
         self._written_bytes = 0
         self._lock = threading.Lock()
         self._stop = threading.Event()
-        self._copies: list[Future[None]] = []
+        self._copies: list[tuple[Future[None], Callable[[], None]]] = []
         self._being_copied: set[str] = set()
         self._pool: ThreadPoolExecutor | None = None
         self._lock_descriptor: int | None = None
@@ -565,11 +565,10 @@ class CheckpointWriter:
             entry, spec = self.source.tensors[name], self._specs[name]
             assert (entry.dtype, entry.shape) == (spec.dtype, spec.shape), (entry, spec)
             assert self._missing[name] == spec.nbytes, f"{name} is written in part"
-        computed = [name for name in names if name in self.source.computed]
-        self._copies += [self._pool.submit(self._copy_computed, name) for name in computed]
         stored = [name for name in names if name not in self.source.computed]
-        for source_file, start, file, output_start, pieces in self._ranges(stored):
-            self._copies.append(self._pool.submit(self._copy_range, source_file, start, file, output_start, pieces))
+        copies = [partial(self._copy_computed, name) for name in names if name in self.source.computed]
+        copies += [partial(self._copy_range, *byte_range) for byte_range in self._ranges(stored)]
+        self._copies += [(self._pool.submit(copy), copy) for copy in copies]
 
     def finish(self, config: Mapping[str, Any], record: Mapping[str, Any]) -> None:
         """Copy what is unwritten, add all other files, verify the result and put it under its final name.
@@ -667,8 +666,12 @@ class CheckpointWriter:
             self._lock_descriptor = None
 
     def _wait_for_copies(self) -> None:
-        for copy in self._copies:
-            copy.result()
+        """This thread helps from the end: the others are in other files there, whose locks it leaves alone."""
+        for future, copy in reversed(self._copies):
+            if future.cancel():
+                copy()
+            else:
+                future.result()
         if self._pool is not None:
             self._pool.shutdown()
 
@@ -750,7 +753,7 @@ def _same_layout(source: Checkpoint, shapes: Mapping[str, tuple[int, ...] | None
 
 
 def row_blocks(entry: TensorEntry, first: int = 0, stop: int | None = None) -> Iterator[tuple[int, int]]:
-    """Rows first..stop-1 of a tensor (by default all) as ranges of about 16 MiB each; one range for a scalar."""
+    """Rows first..stop-1 of a tensor (by default all) as ranges of about BLOCK_BYTES each; one range for a scalar."""
     num_rows = entry.shape[0] if entry.shape else 1
     stop = num_rows if stop is None else stop
     step = max(1, BLOCK_BYTES * num_rows // max(1, entry.nbytes))

@@ -5,6 +5,7 @@ Shapes in one letter code: H query heads, G KV heads, N new KV heads, D head_dim
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import math
 import platform
@@ -15,6 +16,7 @@ from datetime import datetime, timezone
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -258,14 +260,25 @@ def _block_tensors(checkpoint: Checkpoint, layer: AttentionLayer) -> Iterator[st
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Lets torch compute in one thread: merging is all memory, and the other cores are busy with copying."""
-    import torch
-
+    torch = _imported_torch()
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(num_threads)
+
+
+def _imported_torch() -> ModuleType:
+    """torch, loaded without a search for garbage among the million objects that come with it and stay."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        import torch
+    finally:
+        if is_enabled:
+            gc.enable()
+    return torch
 
 
 def _initial_std(checkpoint: Checkpoint) -> float:
