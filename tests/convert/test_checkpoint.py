@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from headfold.convert.checkpoint import Checkpoint, CheckpointWriter, load_config, read_record, resolve_model
 from headfold.convert.errors import CheckpointError, HeadfoldError, RefusedError
+from headfold.convert.files import copy_bytes
 from headfold.convert.header import DTYPE_BITS
 
 CONFIG = {"model_type": "llama", "zebra": 1, "hidden_size": 8, "unknown": {"b": 1.5, "a": None}}
@@ -781,3 +783,36 @@ def test_progress_counts_every_byte_once(tmp_path, monkeypatch):
     total = Checkpoint.open(source).total_bytes()
     assert seen[-1] == (total, total) and [done for done, _ in seen] == sorted({done for done, _ in seen})
     assert torch.equal(Checkpoint.open(tmp_path / "out").read("big"), torch.arange(1000))
+
+
+@pytest.mark.parametrize("failing", [None, "headfold-copy", "MainThread"])
+def test_the_thread_that_finishes_copies_what_the_others_have_not_begun(tmp_path, monkeypatch, failing):
+    monkeypatch.setattr("headfold.convert.checkpoint._COPY_PIECE_BYTES", 1000)
+    monkeypatch.setattr("headfold.convert.checkpoint._NUM_COPY_THREADS", 1)
+    source = write_single(tmp_path / "in", big=torch.arange(1000))
+    begun, helped, threads = threading.Event(), threading.Event(), []
+
+    def copy(*args: object) -> None:
+        name = threading.current_thread().name.partition("_")[0]
+        threads.append(name)
+        if name == "MainThread":
+            helped.set()
+        else:  # alone with its first piece until the other has come
+            begun.set()
+            assert helped.wait(60)
+        if name == failing:
+            raise OSError(5, "Input/output error")
+        copy_bytes(*args)
+
+    monkeypatch.setattr("headfold.convert.checkpoint.copy_bytes", copy)
+    checkpoint = Checkpoint.open(source)
+    with nullcontext() if failing is None else pytest.raises(HeadfoldError, match="Input/output error"):  # noqa: SIM117
+        with CheckpointWriter(checkpoint, tmp_path / "out") as writer:
+            writer.copy_unwritten()
+            assert begun.wait(60)
+            writer.finish(checkpoint.config, {})
+    assert set(threads) == {"MainThread", "headfold-copy"}
+    if failing is None:
+        assert torch.equal(Checkpoint.open(tmp_path / "out").read("big"), torch.arange(1000))
+    else:
+        assert [path.name for path in tmp_path.iterdir()] == ["in"]
