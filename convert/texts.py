@@ -1,4 +1,4 @@
-"""Text as a stream of documents, from files, directories and data sets.
+"""Text as a stream of documents, from files, directories and data sets, and the tokenizers that make tokens of it.
 
 Calibration, uptraining and evaluation all read their text here, so that they agree on what one document is:
 a whole .txt or .md file, one line of a .jsonl file, one row of a .parquet file or of a data set.
@@ -14,10 +14,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from headfold.convert.checkpoint import read_beside
 from headfold.convert.errors import HeadfoldError, RefusedError
 from headfold.convert.files import expanded
+from headfold.convert.header import parse_json_object
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl", ".json", ".parquet")
+_TOKENIZER_CONFIG = "tokenizer_config.json"
 COMPRESSED_SUFFIXES = tuple(f"{suffix}.gz" for suffix in TEXT_SUFFIXES if suffix != ".parquet")
 SUPPORTED = f"{', '.join(TEXT_SUFFIXES)} (all but .parquet also as .gz), a directory of these, or a data set's name"
 
@@ -93,6 +96,31 @@ def text_fingerprint(source: str | Path, *, split: str = "train") -> str:
     files = sorted(file for file in path.rglob("*") if file.is_file()) if _is_saved_dataset(path) else _files(path)
     lines = "".join(f"{_file_sha256(file)}  {file.relative_to(path).as_posix()}\n" for file in files)
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a checkpoint directory. Raises RefusedError if there is none, or it is not in the directory."""
+    from transformers import AutoTokenizer
+
+    _refuse_tokenizers_elsewhere(path)
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
+    except Exception as error:  # whatever a missing or damaged tokenizer makes transformers raise
+        raise RefusedError(f"{path}: no tokenizer that can be loaded: {_first_line(error)}") from error
+
+
+def _refuse_tokenizers_elsewhere(path: Path) -> None:
+    """Files whose names tokenizer_config.json holds: transformers would follow them out of the directory."""
+    data = read_beside(path, _TOKENIZER_CONFIG)
+    config = {} if data is None else parse_json_object(data, str(path / _TOKENIZER_CONFIG))
+    versions = config.get("fast_tokenizer_files")
+    for key, names in (("gguf_file", [config.get("gguf_file")]), ("fast_tokenizer_files", versions)):
+        for name in names if isinstance(names, list) else [names]:
+            if name is not None and Path(str(name)).name != name:
+                raise RefusedError(
+                    f"{path / _TOKENIZER_CONFIG}: {key} names a file outside of this directory ({ascii(name)[:80]}); "
+                    "put the file into the directory, or remove the key"
+                )
 
 
 def _refuse_missing_file(name: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import attention_config
-from headfold.convert.texts import read_documents
+from headfold.convert.texts import load_tokenizer, read_documents
 
 if TYPE_CHECKING:
     from headfold.convert.checkpoint import Checkpoint
@@ -38,13 +38,7 @@ def read_windows(
 
     num_tokens: 65,536 by default. Raises RefusedError if there is no tokenizer, or less than one window of text.
     """
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.path, trust_remote_code=trust_remote_code)
-    except Exception as error:  # whatever a missing or damaged tokenizer makes transformers raise
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RefusedError(f"{checkpoint.path}: no tokenizer for the calibration text ({reason[:200]})") from error
+    tokenizer = load_tokenizer(checkpoint.path, trust_remote_code=trust_remote_code)
     context = attention_config(checkpoint.config).text.get("max_position_embeddings")
     length = min(_LENGTH, context) if isinstance(context, int) else _LENGTH
     return calibration_windows(read_documents(source), tokenizer, num_tokens=num_tokens or _NUM_TOKENS, length=length)

@@ -73,17 +73,6 @@ def load_model(path: Path, place: Placement) -> transformers.PreTrainedModel:
     return model.to(place.device).eval()
 
 
-def load_tokenizer(path: Path, place: Placement) -> Any:
-    """The checkpoint's tokenizer. Raises RefusedError where there is none."""
-    with quiet():
-        try:
-            return transformers.AutoTokenizer.from_pretrained(
-                path, trust_remote_code=place.trust_remote_code, local_files_only=True
-            )
-        except Exception as error:  # likewise
-            raise RefusedError(f"{path}: no tokenizer that can be loaded: {first_line(error)}") from error
-
-
 def text_config(model: transformers.PreTrainedModel) -> Any:
     """The part of a model's config that describes its decoder."""
     return model.config.get_text_config(decoder=True)

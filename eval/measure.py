@@ -19,6 +19,7 @@ import transformers
 from headfold.convert.check import verify_checkpoint
 from headfold.convert.checkpoint import Checkpoint, read_record
 from headfold.convert.errors import RefusedError
+from headfold.convert.texts import load_tokenizer
 
 from . import decode, loading
 from .corpus import ScoringPlan, plan_scoring
@@ -81,7 +82,8 @@ def evaluate(
         contexts, ladder_context, note = decode.usable_contexts(settings.decode, max_positions)
     tokenizers = []
     if settings.text or settings.tasks:
-        tokenizers = [loading.load_tokenizer(path, place) for path in paths]
+        with loading.quiet():
+            tokenizers = [load_tokenizer(path, trust_remote_code=settings.trust_remote_code) for path in paths]
     plan = None
     if settings.text:
         plan = plan_scoring(settings, list(zip(map(str, paths), tokenizers, strict=True)), max_positions)

@@ -25,11 +25,11 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import nn
-from transformers import AutoTokenizer
 
 from headfold.convert.check import verify_checkpoint
 from headfold.convert.checkpoint import RECORD_FILE, Checkpoint, CheckpointWriter, read_record, refuse_output
 from headfold.convert.errors import HeadfoldError, RefusedError, StoppedError
+from headfold.convert.texts import load_tokenizer
 from headfold.uptrain import processes
 from headfold.uptrain.data import IGNORED, Batch, PackedRows, pack, rows_of_step, slice_of_rank
 from headfold.uptrain.loss import LossSums, Objective
@@ -357,14 +357,9 @@ def _optimizer(model: nn.Module, settings: UptrainSettings) -> torch.optim.Optim
 
 def _pack(settings: UptrainSettings, source: Checkpoint, state: StateDirectory) -> list[Path | None]:
     """The packed files for training and, if asked for, evaluation."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, local_files_only=True)
-    except (OSError, ValueError, KeyError, ImportError, TypeError, AttributeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RefusedError(f"{source.path}: its tokenizer cannot be loaded: {reason}") from error
     options: dict[str, Any] = {
         "folder": state.packed,
-        "tokenizer": tokenizer,
+        "tokenizer": load_tokenizer(source.path),
         "text_field": settings.text_field,
         "sequence_length": settings.sequence_length,
         "vocab_size": _text_config(source)["vocab_size"],

@@ -3,11 +3,13 @@
 import gzip
 import hashlib
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 
-from headfold.convert.errors import RefusedError
-from headfold.convert.texts import read_documents, text_fingerprint
+from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.texts import load_tokenizer, read_documents, text_fingerprint
 
 
 def write_jsonl(path, records):
@@ -121,3 +123,36 @@ def test_fingerprint_follows_the_bytes(tmp_path):
     before = text_fingerprint(tmp_path)
     (tmp_path / "b.txt").write_bytes(b"x")
     assert text_fingerprint(tmp_path) != before
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"gguf_file": "../model.gguf"}, "gguf_file names a file outside of this directory"),
+        ({"gguf_file": "/etc/model.gguf"}, "gguf_file names a file outside of this directory"),
+        (
+            {"fast_tokenizer_files": ["tokenizer.json", "../tokenizer.5.0.0.json"]},
+            "fast_tokenizer_files names a file out",
+        ),
+        ({"gguf_file": ["x"]}, "gguf_file names a file out"),
+        ({"tokenizer_class": "Nothing"}, "no tokenizer that can be loaded"),
+        ([], "not a JSON object"),
+    ],
+)
+def test_a_tokenizer_that_is_none_or_elsewhere_ends_in_one_line(tmp_path, config, message):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    with pytest.raises(HeadfoldError, match=message) as caught:
+        load_tokenizer(tmp_path)
+    assert "\n" not in str(caught.value) and caught.value.exit_code == 2
+
+
+def test_tokenizers_of_several_versions_in_the_directory_are_no_obstacle(tmp_path):
+    shipped = Path(__file__).parents[2] / "recipes" / "quickstart"
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        shutil.copy(shipped / name, tmp_path)
+    config = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    config |= {"fast_tokenizer_files": ["tokenizer.json", "tokenizer.4.0.0.json"], "gguf_file": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    shutil.copy(tmp_path / "tokenizer.json", tmp_path / "tokenizer.4.0.0.json")
+    assert load_tokenizer(tmp_path)("a text").input_ids == load_tokenizer(shipped)("a text").input_ids
