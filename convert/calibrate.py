@@ -40,13 +40,15 @@ Folded = tuple[AttentionLayer, dict[str, Tensor], dict[str, Any]]
 
 
 def refuse_calibration(layers: list[AttentionLayer]) -> None:
-    """Raises RefusedError if heads of these layers cannot be turned onto each other without changing the model."""
+    """Raises RefusedError if heads of these layers cannot be turned onto each other, or the layers cannot be run."""
     for layer in layers:
         norm = layer.k_norm or layer.q_norm
         if norm is not None:
             reason = f"{norm.weight} normalises each head after the projection, so that none can be turned onto another"
         elif layer.clip_qkv is not None:
             reason = f"clip_qkv ({layer.clip_qkv}) clips every channel, so that no head can be turned onto another"
+        elif "layers." not in layer.q.weight:
+            reason = f"{layer.q.weight} is stored in another form than transformers runs, so that it cannot be watched"
         elif layer.rotary.kind == "unknown":
             reason = "its family is not declared, and how rotary embedding pairs the channels of its heads is not known"
         else:

@@ -141,11 +141,6 @@ def convert_checkpoint(
     attention_config(remap_config(load_config(path))).refuse_count(num_key_value_heads)
     source = verify_checkpoint(path)
     checkpoint = remap(source)
-    if settings.calibration is not None and checkpoint is not source:
-        raise RefusedError(
-            f"{source.config['model_type']}: re-map it first, which is exact (--method mean --kv-heads "
-            f"{attention_config(checkpoint.config).num_key_value_heads[0]}), then convert the result with calibration"
-        )
     layers = describe(checkpoint)
     _, left_out = other_files(checkpoint.path, checkpoint.shards())
     old_record = read_record(checkpoint.path)

@@ -37,7 +37,9 @@ def output_metric(
         starts.append(output.detach().requires_grad_())
         return starts[0]
 
-    def read(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    def read(_: nn.Module, __: Any, output: Any) -> Tensor | None:
+        if not isinstance(output, Tensor):  # a linear layer in name alone, such as the routers of some mixtures
+            return None
         if output.requires_grad:
             reads.append(output)
         return output.detach()  # what comes behind it, the MLP's last layer say, reads no hidden state

@@ -141,7 +141,7 @@ def plan(
     counts = sorted(set(kv_heads or config.possible_counts()) | {num_kv_heads}, reverse=True)
     kept, num_calibration_tokens = None, None
     if calibration is not None:
-        kept, num_calibration_tokens = _measure_kept(checkpoint, source_config, layers, calibration, counts, progress)
+        kept, num_calibration_tokens = _measure_kept(checkpoint, layers, calibration, counts, progress)
     options = []
     for count in counts:
         new_shapes = changed_shapes(checkpoint, layers, count)
@@ -197,7 +197,6 @@ def plan(
 
 def _measure_kept(
     checkpoint: Checkpoint,
-    source_config: dict[str, Any],
     layers: list[AttentionLayer],
     calibration: str,
     counts: list[int],
@@ -209,11 +208,6 @@ def _measure_kept(
 
     if not checkpoint.shards():
         raise RefusedError(f"{checkpoint.path}: no weights here to measure with calibration text; plan without it")
-    if checkpoint.config != source_config:
-        raise RefusedError(
-            f"{source_config['model_type']}: re-map it first, which is exact (convert --method mean --kv-heads "
-            f"{counts[0]}), then plan for the result with calibration text"
-        )
     windows = read_windows(checkpoint, calibration, num_tokens=CALIBRATION_TOKENS)
     shares = energy_kept(checkpoint, layers, windows, counts=counts, progress=progress)
     kept = {

@@ -22,6 +22,7 @@ from headfold.convert.calibrate import fold_layers
 from headfold.convert.checkpoint import Checkpoint
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import describe
+from headfold.convert.families.declared import FAMILIES
 from headfold.recipes.schema import SHIPPED
 
 HEAD_DIM, NUM_HEADS = 12, 6
@@ -230,6 +231,40 @@ def test_folding_is_deterministic_and_copies_what_it_does_not_change(tiny, llama
     }
     projections = {name for name in one if ("_proj" in name and "self_attn" in name) or "down_proj" in name}
     assert changed == projections | {"model.norm.weight"}
+
+
+NOT_CALIBRATED = {
+    **dict.fromkeys(("gemma3_text", "qwen3", "qwen3_moe", "apertus", "apertus1p5_text", "dots1", "exaone4"), "norm"),
+    **dict.fromkeys(("exaone_moe", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2", "glm4_moe", "olmo2"), "norm"),
+    **dict.fromkeys(("olmo3", "flex_olmo", "olmoe", "phi", "stablelm", "cohere", "hy_v3", "minimax_m2"), "norm"),
+    **dict.fromkeys(("kolibri1", "lara_mini", "mellum", "minimax_m3_vl_text"), "norm"),
+    **dict.fromkeys(("cohere2_moe", "falcon_h1", "jamba", "llama4_text", "nanochat"), "its family is not declared"),
+    "olmo": "clip_qkv",
+    "exaone": "is stored in another form than transformers runs",
+}
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES, *NOT_CALIBRATED}))
+def test_every_family_is_folded_or_refused_with_the_reason(tiny, tmp_path, monkeypatch, family):
+    """A planted solution comes back; heads that have nothing in common lose less than by their mean."""
+    model = tiny.tiny_model(tiny.tiny_config(family))
+    tiny.save(model, tmp_path / "mha")
+    if family in NOT_CALIBRATED:
+        with pytest.raises(RefusedError, match=NOT_CALIBRATED[family]):
+            fold(tmp_path / "mha", tmp_path / "out", monkeypatch, 2)
+        assert not (tmp_path / "out").exists()
+        return
+    fold(tmp_path / "mha", tmp_path / "folded", monkeypatch, 2)
+    convert_checkpoint(tmp_path / "mha", tmp_path / "mean", num_key_value_heads=2, method="mean")
+    folded, mean = (
+        relative(tiny.logits(tiny.load(tmp_path / name)), tiny.logits(model)) for name in ("folded", "mean")
+    )
+    assert folded < mean
+    small = tiny.tiny_model(tiny.tiny_config(family, num_key_value_heads=2))
+    tiny.save(small, tmp_path / "small")
+    tiny.expand(tmp_path / "small", tmp_path / "expanded", 6)
+    fold(tmp_path / "expanded", tmp_path / "back", monkeypatch, 2)
+    assert relative(tiny.logits(tiny.load(tmp_path / "back")), tiny.logits(small)) < 1e-4
 
 
 @pytest.mark.parametrize(

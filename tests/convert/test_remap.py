@@ -168,11 +168,29 @@ def test_plan_knows_re_mapped_models(tiny, tmp_path, family):
     assert stored.options == empty.options and stored.num_parameters == empty.num_parameters
 
 
-@pytest.mark.parametrize("family", CONFIGS)
-def test_calibration_wants_the_re_map_first(tiny, tmp_path, family):
-    tiny.save(tiny.tiny_model(CONFIGS[family]()), tmp_path / "in")
-    with pytest.raises(RefusedError, match=r"re-map it first, which is exact \(--method mean --kv-heads 6\)"):
-        convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=2, calibration="x.txt")
+def calibration_windows(monkeypatch) -> None:
+    windows = torch.randint(3, 61, (24, 40), generator=torch.Generator().manual_seed(5))
+    monkeypatch.setattr("headfold.convert.windows.read_windows", lambda *_, **__: windows)
+
+
+@pytest.mark.parametrize(
+    "config", [neox(), gptj(), neox(attention_bias=False), neox(tie_word_embeddings=True)], ids=lambda c: c.model_type
+)
+def test_calibration_goes_through_the_re_mapped_model(tiny, tmp_path, monkeypatch, config):
+    """In one step what two give, the exact re-map first; and the plan measures the same shares."""
+    from headfold.recipes.plan import plan
+
+    calibration_windows(monkeypatch)
+    text = str(tiny.save(tiny.tiny_model(config), tmp_path / "in"))
+    once = convert_checkpoint(tmp_path / "in", tmp_path / "once", num_key_value_heads=2, calibration=text)
+    assert once.method == "fold" and once.remapped_from == config.model_type
+    convert_checkpoint(tmp_path / "in", tmp_path / "phi", num_key_value_heads=6)
+    convert_checkpoint(tmp_path / "phi", tmp_path / "twice", num_key_value_heads=2, calibration=text)
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in ("once", "twice"))
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert check_checkpoint(tmp_path / "once") == []
+    kept = [option.kept for option in plan(tmp_path / "in", calibration=text).options]
+    assert kept == [option.kept for option in plan(tmp_path / "phi", calibration=text).options] and None not in kept
 
 
 # -------------------------------------------------------------------------------------- GPT-2, OPT, GPTBigCode, Falcon
@@ -416,3 +434,12 @@ def test_a22_opt_without_positions(tiny, tmp_path):
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(RefusedError, match="has no rows but those that no token has"):
         convert_checkpoint(path, tmp_path / "out", num_key_value_heads=1)
+
+
+@pytest.mark.parametrize("config", [gpt2, opt], ids=["gpt2", "opt"])
+def test_models_that_become_multi_query_are_not_calibrated(tiny, tmp_path, monkeypatch, config):
+    calibration_windows(monkeypatch)
+    tiny.save(tiny.tiny_model(config()), tmp_path / "in")
+    with pytest.raises(RefusedError, match="is stored in another form than transformers runs"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=1, calibration="x")
+    assert not (tmp_path / "out").exists()
