@@ -102,6 +102,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     """The tokenizer of a checkpoint directory. Raises RefusedError if there is none, or it is not in the directory."""
     from transformers import AutoTokenizer
 
+    path = path.resolve()
     _refuse_tokenizers_elsewhere(path)
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)

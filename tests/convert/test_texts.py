@@ -156,3 +156,12 @@ def test_tokenizers_of_several_versions_in_the_directory_are_no_obstacle(tmp_pat
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     shutil.copy(tmp_path / "tokenizer.json", tmp_path / "tokenizer.4.0.0.json")
     assert load_tokenizer(tmp_path)("a text").input_ids == load_tokenizer(shipped)("a text").input_ids
+
+
+def test_a_tokenizer_in_a_relative_or_linked_directory(tmp_path, monkeypatch):
+    shipped = Path(__file__).parents[2] / "recipes" / "quickstart"
+    shutil.copytree(shipped, tmp_path / "model")
+    (tmp_path / "link").symlink_to("model")
+    monkeypatch.chdir(tmp_path)
+    for path in ("model", "link", "model/../model"):
+        assert load_tokenizer(Path(path))("a text").input_ids
