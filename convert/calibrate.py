@@ -12,7 +12,7 @@ layer receives from the converted layers before it. For each layer, with the wei
 
 Behind the last layer, the norm there is refitted too (final_norm.py).
 
-Shapes in one letter code: W windows, T tokens, H query heads, G KV heads, N new KV heads, D head_dim, E hidden size.
+Shapes in one letter code: W windows, T tokens, G KV heads, N new KV heads.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def refuse_calibration(layers: list[AttentionLayer]) -> None:
         elif layer.clip_qkv is not None:
             reason = f"clip_qkv ({layer.clip_qkv}) clips every channel, so that no head can be turned onto another"
         elif "layers." not in layer.q.weight:
-            reason = f"{layer.q.weight} is stored in another form than transformers runs, so that it cannot be watched"
+            reason = f"its blocks ({layer.q.weight}) are not called layers.N, and calibration knows no others"
         elif layer.rotary.kind == "unknown":
             reason = "its family is not declared, and how rotary embedding pairs the channels of its heads is not known"
         else:

@@ -666,8 +666,12 @@ class CheckpointWriter:
             self._lock_descriptor = None
 
     def _wait_for_copies(self) -> None:
-        """This thread helps from the end: the others are in other files there, whose locks it leaves alone."""
+        """This thread helps from the end: in a sharded checkpoint the others are in other files, whose locks it
+        leaves alone. The first error of any copy ends it."""
         for future, copy in reversed(self._copies):
+            for other, _ in self._copies:
+                if other.done() and not other.cancelled():
+                    other.result()
             if future.cancel():
                 copy()
             else:

@@ -265,7 +265,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _imported_torch() -> ModuleType:
-    """torch, loaded without a search for garbage among the million objects that come with it and stay."""
+    """torch, loaded without searches for garbage among the many objects that come with it and stay."""
     is_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -24,8 +24,8 @@ def output_metric(
     hidden (B, T, E): what the block reads; tokens count from `first_token` on. G = (1 - a) I + a E[J^T J] with a = 0.9,
     where J is the Jacobian, by the projection's output, of what the linear layers behind it that read the hidden state
     make of it (the gate and up projections, a router); estimated with random probes. Norms in between are part of J,
-    so that tokens where the stream is small weigh more. G = I where nothing in the block reads the attention's output
-    (parallel blocks).
+    so that tokens where the stream is small weigh more. G = I where no plain linear layer reads the attention's output:
+    in parallel blocks, and in mixtures whose experts are stacked.
     """
     size = hidden.shape[-1]
     identity = torch.eye(size, dtype=torch.float64, device=hidden.device)

@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from headfold.convert.errors import RefusedError
 from headfold.convert.families import AttentionLayer
+from headfold.convert.files import io_errors
 from headfold.convert.walk import AttentionCall, Stop, StreamedModel
 
 NUM_SINKS = 8
@@ -66,8 +68,12 @@ class Streams:
             yield torch.empty(shape, dtype=dtype)
             return
         with tempfile.TemporaryDirectory(prefix="headfold-") as directory:
-            file = os.path.join(directory, "scratch")
-            yield torch.from_file(file, shared=True, size=math.prod(shape), dtype=dtype).view(shape)
+            file = Path(directory, "scratch")
+            with io_errors(file, "write"), file.open("wb") as handle:
+                # Room that is missing is found here, and not by a signal when a page of it is written to.
+                if hasattr(os, "posix_fallocate"):
+                    os.posix_fallocate(handle.fileno(), 0, math.prod(shape) * dtype.itemsize)
+            yield torch.from_file(str(file), shared=True, size=math.prod(shape), dtype=dtype).view(shape)
 
     def load(self, stream: Tensor, batch: slice) -> Tensor:
         """A batch (B, T, E) of a stream on the device, in float32."""

@@ -114,13 +114,16 @@ def _refuse_tokenizers_elsewhere(path: Path) -> None:
     """Files whose names tokenizer_config.json holds: transformers would follow them out of the directory."""
     data = read_beside(path, _TOKENIZER_CONFIG)
     config = {} if data is None else parse_json_object(data, str(path / _TOKENIZER_CONFIG))
-    versions = config.get("fast_tokenizer_files")
-    for key, names in (("gguf_file", [config.get("gguf_file")]), ("fast_tokenizer_files", versions)):
+    named = [("fast_tokenizer_files", config.get("fast_tokenizer_files")), ("gguf_file", config.get("gguf_file"))]
+    # Of these, only strings are names of files. vocab_file and its like are not heeded.
+    named += [(key, config[key]) for key in ("vocab", "merges") if isinstance(config.get(key), str)]
+    named.append(("init_inputs", config.get("init_inputs")))
+    for key, names in named:
         for name in names if isinstance(names, list) else [names]:
             if name is not None and Path(str(name)).name != name:
                 raise RefusedError(
-                    f"{path / _TOKENIZER_CONFIG}: {key} names a file outside of this directory ({ascii(name)[:80]}); "
-                    "put the file into the directory, or remove the key"
+                    f"{path / _TOKENIZER_CONFIG}: {key} names another thing than a file in this directory "
+                    f"({ascii(name)[:80]}); put the file there, or remove the key"
                 )
 
 

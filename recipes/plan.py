@@ -203,11 +203,12 @@ def _measure_kept(
     progress: Callable[[int, int], None] | None,
 ) -> tuple[dict[int, list[Kept]], int]:
     """What each layer keeps at each count, and the number of tokens that was measured on."""
-    from headfold.convert.calibrate import energy_kept
+    from headfold.convert.calibrate import energy_kept, refuse_calibration
     from headfold.convert.windows import read_windows
 
     if not checkpoint.shards():
         raise RefusedError(f"{checkpoint.path}: no weights here to measure with calibration text; plan without it")
+    refuse_calibration(layers)
     windows = read_windows(checkpoint, calibration, num_tokens=CALIBRATION_TOKENS)
     shares = energy_kept(checkpoint, layers, windows, counts=counts, progress=progress)
     kept = {

@@ -128,13 +128,15 @@ def test_fingerprint_follows_the_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"gguf_file": "../model.gguf"}, "gguf_file names a file outside of this directory"),
-        ({"gguf_file": "/etc/model.gguf"}, "gguf_file names a file outside of this directory"),
+        ({"gguf_file": "../model.gguf"}, "gguf_file names another thing"),
+        ({"gguf_file": "/etc/model.gguf"}, "gguf_file names another thing"),
         (
             {"fast_tokenizer_files": ["tokenizer.json", "../tokenizer.5.0.0.json"]},
-            "fast_tokenizer_files names a file out",
+            "fast_tokenizer_files names another thing",
         ),
-        ({"gguf_file": ["x"]}, "gguf_file names a file out"),
+        ({"gguf_file": ["x"]}, "no tokenizer that can be loaded"),
+        ({"tokenizer_class": "GPT2Tokenizer", "vocab": "/a/v.json", "merges": "/a/m.txt"}, "vocab names another thing"),
+        ({"tokenizer_class": "GPT2Tokenizer", "init_inputs": ["/a/v.json"]}, "init_inputs names another thing"),
         ({"tokenizer_class": "Nothing"}, "no tokenizer that can be loaded"),
         ([], "not a JSON object"),
     ],
