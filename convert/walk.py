@@ -274,6 +274,8 @@ def _module_name(model: nn.Module, layer: AttentionLayer) -> str:
 
 def _stored_names(model: nn.Module, checkpoint: Checkpoint, layers: list[AttentionLayer]) -> dict[str, str] | None:
     """The stored tensor of every parameter of the decoder, or None if they do not correspond one to one."""
+    if "layers." not in layers[0].q.weight:  # transformers renames all of it
+        return None
     module = _module_name(model, layers[0])
     ours = module[: module.rindex("layers.")]
     theirs = layers[0].q.weight[: layers[0].q.weight.rindex("layers.")]
