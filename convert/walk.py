@@ -79,6 +79,11 @@ class StreamedModel:
         names = _stored_names(model, checkpoint, layers)
         self.is_whole = names is None
         if names is None:
+            if checkpoint.computed:  # transformers would load the model that it was re-mapped from
+                raise RefusedError(
+                    f"{checkpoint.path}: its tensors are not those of {type(model).__name__}, so that it cannot be "
+                    "calibrated; --method mean needs no calibration"
+                )
             model = auto.from_pretrained(checkpoint.path, dtype="auto", **options)
             self._whole = dict(model.state_dict())
         else:

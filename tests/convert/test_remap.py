@@ -436,10 +436,21 @@ def test_a22_opt_without_positions(tiny, tmp_path):
         convert_checkpoint(path, tmp_path / "out", num_key_value_heads=1)
 
 
-@pytest.mark.parametrize("config", [gpt2, opt], ids=["gpt2", "opt"])
-def test_models_that_become_multi_query_are_not_calibrated(tiny, tmp_path, monkeypatch, config):
+@pytest.mark.parametrize("config", [gpt2, opt, bigcode, falcon], ids=["gpt2", "opt", "bigcode", "falcon"])
+@pytest.mark.parametrize("method", ["fold", "aligned"])
+def test_models_that_become_multi_query_are_not_calibrated(tiny, tmp_path, monkeypatch, config, method):
     calibration_windows(monkeypatch)
     tiny.save(tiny.tiny_model(config()), tmp_path / "in")
     with pytest.raises(RefusedError, match=r"are not called layers\.N"):
-        convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=1, calibration="x")
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=1, calibration="x", method=method)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_re_mapped_checkpoint_that_is_not_its_class_s_is_not_calibrated(tiny, tmp_path, monkeypatch):
+    """Where transformers would have to load it by itself it would load the model that it was re-mapped from."""
+    calibration_windows(monkeypatch)
+    tiny.save(tiny.tiny_model(neox()), tmp_path / "in")
+    monkeypatch.setattr("headfold.convert.walk._stored_names", lambda *_: None)
+    with pytest.raises(RefusedError, match="its tensors are not those of PhiForCausalLM"):
+        convert_checkpoint(tmp_path / "in", tmp_path / "out", num_key_value_heads=2, calibration=str(tmp_path))
     assert not (tmp_path / "out").exists()
