@@ -143,7 +143,7 @@ def read_beside(directory: Path, name: str) -> bytes | None:
     """The bytes of a file beside the weights; None if there is none. Raises CheckpointError if it leads outside."""
     if not os.path.lexists(directory / name):
         return None
-    path = _contained(directory / name, directory)
+    path = contained(directory / name, directory)
     with io_errors(path, "read", CheckpointError):
         if path.stat().st_size > _MAX_BESIDE_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size:,} bytes are too many for this file")
@@ -163,7 +163,7 @@ def load_config(path: str | Path) -> dict[str, Any]:
     with io_errors(directory, "read", CheckpointError):
         if not (directory / "config.json").exists():
             raise CheckpointError(f"{directory}: no config.json; not a Hugging Face checkpoint")
-    config = read_json_object(_contained(directory / "config.json", directory))
+    config = read_json_object(contained(directory / "config.json", directory))
     nested = config.get("text_config")
     types = [
         config.get("model_type"),
@@ -210,7 +210,7 @@ def _directory(path: str | Path) -> Path:
     raise CheckpointError(f"{path}: {'a file, not a checkpoint directory' if exists else 'no such directory'}")
 
 
-def _contained(path: Path, directory: Path) -> Path:
+def contained(path: Path, directory: Path) -> Path:
     """`path` if it is a regular file whose data lies within the directory or in the hub cache that links it."""
     try:
         real = path.resolve(strict=True)
@@ -241,7 +241,7 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
     index: dict[str, Any] | None = None
     weight_map: dict[str, str] = {}
     if index_file in names:
-        index = read_json_object(_contained(directory / index_file, directory))
+        index = read_json_object(contained(directory / index_file, directory))
         weight_map = _weight_map(index, directory / index_file)
         shards = sorted(set(weight_map.values()))
     elif single in names:
@@ -268,7 +268,7 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
         if name not in (*shards, index_file, "config.json") and not _is_other_weights(name):
             try:
                 if not (directory / name).is_dir():
-                    _contained(directory / name, directory)
+                    contained(directory / name, directory)
             except CheckpointError as error:
                 problems.append(str(error))
 
@@ -281,7 +281,7 @@ def _scan_weights(directory: Path, config: dict[str, Any], problems: list[str]) 
         if shard in missing:
             continue
         try:
-            path = _contained(directory / shard, directory)
+            path = contained(directory / shard, directory)
             modified[shard] = path.stat().st_mtime_ns
             if pickled:
                 loaded = _load_pickle(path)
@@ -795,7 +795,7 @@ def other_files(directory: Path, shards: Collection[str]) -> tuple[list[str], li
             if _is_other_weights(file):
                 left_out.append(file)
             else:
-                _contained(directory / file, directory)
+                contained(directory / file, directory)
                 copied.append(file)
     return copied, left_out
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
+import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from headfold.convert.checkpoint import read_beside
+from headfold.convert.checkpoint import contained, read_beside
 from headfold.convert.errors import HeadfoldError, RefusedError
 from headfold.convert.files import expanded
 from headfold.convert.header import parse_json_object
@@ -125,6 +126,8 @@ def _refuse_tokenizers_elsewhere(path: Path) -> None:
                     f"{path / _TOKENIZER_CONFIG}: {key} names another thing than a file in this directory "
                     f"({ascii(name)[:80]}); put the file there, or remove the key"
                 )
+            if name is not None and os.path.lexists(path / name):
+                contained(path / name, path)
 
 
 def _refuse_missing_file(name: str) -> None:

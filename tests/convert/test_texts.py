@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.errors import CheckpointError, HeadfoldError, RefusedError
 from headfold.convert.texts import load_tokenizer, read_documents, text_fingerprint
 
 
@@ -167,3 +167,13 @@ def test_a_tokenizer_in_a_relative_or_linked_directory(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("model", "link", "model/../model"):
         assert load_tokenizer(Path(path))("a text").input_ids
+
+
+def test_a_tokenizer_that_is_a_link_out_of_the_directory_is_refused(tmp_path):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    (tmp_path / "in" / "model.gguf").symlink_to("../model.gguf")
+    (tmp_path / "in" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "in" / "tokenizer_config.json").write_text('{"gguf_file": "model.gguf"}')
+    with pytest.raises(CheckpointError, match="outside the checkpoint"):
+        load_tokenizer(tmp_path / "in")
