@@ -24,6 +24,8 @@ ATTN_IMPLEMENTATION = "headfold"
 MAX_HEAD_DIM = 256  # that the kernels hold in registers
 MAX_SLOT_STRIDE = 2**24  # that the kernels reach across a tile of 128 keys with offsets of 32 bits
 
+_WORTH_PACKING = 2048  # elements of K: reading fewer once per query head takes less time than packing the group
+
 # Arguments with which some models change what attention means.
 _NOT_HONOURED = frozenset({"output_attentions", "head_mask", "indices", "block_indices", "sinks"})
 
@@ -285,7 +287,7 @@ def _step_sdpa(
     short sequence's attention.
     """
     batch_size, num_heads, _, head_dim = query.shape
-    num_kv_heads, num_keys = key.shape[1:3]
+    _, num_kv_heads, num_keys, _ = key.shape
     mask = None
     if spans is not None or (window is not None and window < num_keys):
         if spans is None:
@@ -295,6 +297,8 @@ def _step_sdpa(
             first, end, mask = _common_span(spans, window)
         if end - first < num_keys:
             key, value = key[:, :, first:end], value[:, :, first:end]
+    if mask is None and key.numel() < _WORTH_PACKING:
+        return scaled_dot_product_attention(query, key, value, scale=softmax_scale, enable_gqa=True).transpose(1, 2)
     if num_kv_heads != num_heads:
         query = query.reshape(batch_size, num_kv_heads, num_heads // num_kv_heads, head_dim)
     out = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=softmax_scale)
@@ -334,14 +338,15 @@ def headfold_attention(
 
     plain = dropout == 0 and position_bias is None
     is_step = query.shape[2] == 1 and plain and (attention_mask is None or _is_spans(attention_mask))
+    is_sdpa = softcap is None and s_aux is None  # for these it has no arguments
+    if is_step and is_sdpa and isinstance(key, torch.Tensor) and not runs_triton(key.device.type):
+        return _step_sdpa(query, key, value, attention_mask, sliding_window, scaling), None
     options: dict[str, Any] = {"softmax_scale": scaling, "softcap": softcap, "sinks": s_aux, "window": sliding_window}
     if not isinstance(key, torch.Tensor):  # a view of one of our caches, see cache.py
         if not is_step:
             raise KernelError("this cache takes one query token at a time, and rows padded on the left only")
         return key.attend(query[:, :, 0], attention_mask, **options)[:, None], None
 
-    if is_step and not runs_triton(query.device.type) and softcap is None and s_aux is None:
-        return _step_sdpa(query, key, value, attention_mask, sliding_window, scaling), None
     if is_step and query.shape[-1] == value.shape[-1] <= MAX_HEAD_DIM:
         k_cache, v_cache = key.transpose(1, 2), value.transpose(1, 2)
         if attention_mask is None:
@@ -356,7 +361,7 @@ def headfold_attention(
         attention_mask = spans_to_mask(attention_mask, key.shape[2])
     if attention_mask is None and sliding_window is not None and sliding_window < key.shape[2]:
         raise KernelError(f"a sliding window of {sliding_window} over {key.shape[2]} keys needs a mask, found None")
-    if softcap is None and s_aux is None:
+    if is_sdpa:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(

@@ -76,9 +76,11 @@ def generate(model, prompts, **options) -> torch.Tensor:
     return model.generate(**prompts, max_new_tokens=12, do_sample=False, **options)
 
 
+@pytest.mark.parametrize("worth_packing", [0, 10**6])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_d17_generate_gives_eagers_tokens(family):
+def test_d17_generate_gives_eagers_tokens(monkeypatch, worth_packing, family):
     """Rows padded on the left by 3, 17 and 0, longer than the windows of 8; also with a static cache."""
+    monkeypatch.setattr("headfold.kernels.attention._WORTH_PACKING", worth_packing)
     prompts = padded_prompts()
     expected = generate(tiny_model(family), prompts)
     model = tiny_model(family, "headfold")
@@ -220,11 +222,14 @@ def test_the_mask_of_one_token_is_a_span_per_row():
     assert headfold_mask(kv_length=6, **common).dtype == torch.bool
 
 
+@pytest.mark.parametrize("worth_packing", [0, 10**6])
 @pytest.mark.parametrize("window", [None, 3, 20])
 @pytest.mark.parametrize("ends", [(9, 9, 9), (9, 5, 2), (7, 7, 7)])
-@pytest.mark.parametrize("starts", [(0, 0, 0), (0, 2, 1), (4, 4, 1)])
-def test_d17_one_token_on_cpus_is_the_reference(window, ends, starts):
-    """Rows that begin or end at different keys, or all alike, with a window on top; each layer with its own window."""
+@pytest.mark.parametrize("starts", [(0, 0, 0), (0, 2, 1), (4, 4, 1), (9, 9, 9)])
+def test_d17_one_token_on_cpus_is_the_reference(monkeypatch, worth_packing, window, ends, starts):
+    """Rows that begin or end at different keys, all alike or nowhere, with a window on top; each layer with its own
+    window; the group packed and not."""
+    monkeypatch.setattr("headfold.kernels.attention._WORTH_PACKING", worth_packing)
     module = SimpleNamespace(is_causal=True, num_key_value_groups=2, training=False)
     q, k, v = torch.randn(3, 4, 1, 16), torch.randn(3, 2, 9, 16), torch.randn(3, 2, 9, 16)
     spans = torch.tensor([starts, ends], dtype=torch.int32).t()[:, None, None, :]
