@@ -39,7 +39,9 @@ def calls(draw):
 
 def _check(case, call):
     lengths, options = call
-    case(lengths, **options).check()
+    # Of a few thousand products of standard normal rows, none is larger.
+    largest_logit = 5 * (options["softmax_scale"] or 0) * options["head_dim"] ** 0.5
+    case(lengths, **options).check(largest_logit=largest_logit)
 
 
 COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
