@@ -94,7 +94,7 @@ class DecodeBuild:
             found.append(f"{self.tiles_in_flight} tiles in flight")
         if self.bytes_in_flight_per_sm < _LEAST_BYTES_IN_FLIGHT:
             found.append(f"{self.bytes_in_flight_per_sm / 1024:.0f} KB in flight per SM")
-        if not self.num_matrix_instructions and self.q_dtype != "float32":  # there are none of full float32 precision
+        if not self.num_matrix_instructions and self.cache_dtype != "float32":  # which they have no full precision for
             found.append("no matrix instructions")
         if self.programs_per_sm < self.planned_programs_per_sm - 1:
             found.append(f"{self.programs_per_sm} programs per SM, {self.planned_programs_per_sm} are counted on")
@@ -191,10 +191,10 @@ def compile_decode(
         "PAGE_SIZE": page_size or 1,
         "STRIDE_UNIT": math.gcd(16 // element_bytes, stored_head_dim(cache_dtype, head_dim)),
         "SAME_STRIDES": True,
+        "IS_QUANTISED": quantised,
         "IS_INT4": cache_dtype == "int4",
         "K_SCALE_PER_CHANNEL": key_scales == "channel",
         "DOT_DTYPE": decode.TRITON_DTYPES[operand],
-        "NORMALISE_Q": quantised and operand == torch.float16,
         "USE_PTX": True,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

@@ -160,6 +160,19 @@ def _unpack(x, DOT_DTYPE: tl.constexpr, USE_PTX: tl.constexpr, IS_PURE: tl.const
 
 
 @triton.jit
+def _dot(x, y, acc, SPLIT: tl.constexpr):
+    """acc + x @ y, in y's dtype. With SPLIT that is float16 and x, float32 and at most 1, is a sum of two of them.
+
+    What the second leaves of x is below 2^-24: float32's precision, on matrix instructions of float16.
+    """
+    high = x.to(y.dtype)
+    acc = tl.dot(high, y, acc, input_precision="ieee")
+    if SPLIT:
+        acc = tl.dot((x - high.to(tl.float32)).to(y.dtype), y, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
 def _key_ptrs(
     ptr, row, slot, stride_row, stride_slot, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, PER_KEY: tl.constexpr
 ):
@@ -261,10 +274,10 @@ def _attend(
     PAGE_SIZE: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     SAME_STRIDES: tl.constexpr,  # of K and V: their address arithmetic is then done once
+    IS_QUANTISED: tl.constexpr,
     IS_INT4: tl.constexpr,
     K_SCALE_PER_CHANNEL: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
-    NORMALISE_Q: tl.constexpr,
     USE_PTX: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -307,11 +320,12 @@ def _attend(
     STORED_D: tl.constexpr = HEAD_DIM // 2 if IS_INT4 else HEAD_DIM
     mask_d = d < STORED_D
 
-    # Queries. A scale per channel of K goes into them; then, and for dtypes that float16 has not the range of, each is
-    # divided by a power of two, which is exact.
+    # Queries. Over a quantised cache, whose values are multiplied in float16, each is divided by a power of two, which
+    # is exact, and which keeps float32 and bfloat16, and a scale per channel of K that has gone into it, in range.
     q_ptrs = q_ptr + b.to(tl.int64) * q_stride_b + h[:, None] * q_stride_h + d[None, :]
     mask_q = mask_m[:, None] & mask_d[None, :]
     q = tl.load(q_ptrs, mask=mask_q, other=0.0)
+    SPLIT: tl.constexpr = IS_QUANTISED and q.dtype == tl.float32
     if IS_INT4:
         q_high = tl.load(q_ptrs + STORED_D, mask=mask_q, other=0.0)
     if K_SCALE_PER_CHANNEL:
@@ -321,7 +335,7 @@ def _attend(
             q_high = q_high.to(tl.float32) * tl.load(channel_ptrs + STORED_D, mask=mask_d, other=0.0)[None, :]
     # Logits are kept in base 2: exp(x) = exp2(x log2 e). A cap comes first.
     logit_scale = tl.full([BLOCK_M], softmax_scale * (_LOG2_E if softcap is None else 1 / softcap), tl.float32)
-    if NORMALISE_Q:
+    if IS_QUANTISED:
         q = q.to(tl.float32)
         largest = tl.max(tl.abs(q), 1)
         if IS_INT4:
@@ -332,9 +346,6 @@ def _attend(
         if IS_INT4:
             q_high /= power[:, None]
         logit_scale *= power
-    q = q.to(DOT_DTYPE)
-    if IS_INT4:
-        q_high = q_high.to(DOT_DTYPE)
 
     if SAME_STRIDES:
         v_stride_row, v_stride_slot, v_stride_head = k_stride_row, k_stride_slot, k_stride_head
@@ -382,10 +393,10 @@ def _attend(
 
         if IS_INT4:
             k_low, k_high = _unpack(k, DOT_DTYPE, USE_PTX, True)
-            logits = tl.dot(q, tl.trans(k_low), input_precision="ieee")
-            logits = tl.dot(q_high, tl.trans(k_high), logits, input_precision="ieee")
+            logits = _dot(q, tl.trans(k_low), None, SPLIT)
+            logits = _dot(q_high, tl.trans(k_high), logits, SPLIT)
         else:
-            logits = tl.dot(q, tl.trans(_widen(k, DOT_DTYPE, USE_PTX, True)), input_precision="ieee")
+            logits = _dot(q, tl.trans(_widen(k, DOT_DTYPE, USE_PTX, True)), None, SPLIT)
         if HAS_K_SCALE:
             ptrs = _key_ptrs(k_scale_ptr, cache_row, slot, k_scale_stride_row, k_scale_stride_slot, BLOCK_N, 1, PER_KEY)
             logits *= tl.load(ptrs, mask=mask_n, other=0.0)[None, :]
@@ -413,14 +424,13 @@ def _attend(
             rescale = unit * inverse
             unit = new_unit
         acc *= rescale[:, None]
-        p = p.to(DOT_DTYPE)
         if IS_INT4:
             acc_high *= rescale[:, None]
             v_low, v_high = _unpack(v, DOT_DTYPE, USE_PTX, False)
-            acc = tl.dot(p, v_low, acc, input_precision="ieee")
-            acc_high = tl.dot(p, v_high, acc_high, input_precision="ieee")
+            acc = _dot(p, v_low, acc, SPLIT)
+            acc_high = _dot(p, v_high, acc_high, SPLIT)
         else:
-            acc = tl.dot(p, _widen(v, DOT_DTYPE, USE_PTX, False), acc, input_precision="ieee")
+            acc = _dot(p, _widen(v, DOT_DTYPE, USE_PTX, False), acc, SPLIT)
 
     if v_scale_ptr is not None:
         acc *= unit[:, None]
@@ -512,7 +522,7 @@ _PROGRAMS_PER_SM = {
 
 def dot_dtype(q_dtype: torch.dtype, cache_dtype: str) -> torch.dtype:
     """The dtype that keys and values are multiplied in. float16 holds every quantised value exactly."""
-    return torch.float16 if is_quantised(cache_dtype) and q_dtype != torch.float32 else q_dtype
+    return torch.float16 if is_quantised(cache_dtype) else q_dtype
 
 
 def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.dtype, cache_dtype: str) -> Tile:
@@ -526,20 +536,12 @@ def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.d
     block_m = min(16, triton.next_power_of_2(group_size))
     block_d = max(16, triton.next_power_of_2(stored_head_dim(cache_dtype, head_dim)))
     block_n = min(128, (4096 if bits == 32 else 8192) // block_d)
-    num_warps, num_stages = 4, 3
-    programs_per_sm = _PROGRAMS_PER_SM[device_class][bits]
+    num_stages = 3
     if is_quantised(cache_dtype) and block_m in (2, 4):
         # 8 rows take as many instructions, and a few registers less: with 4 some builds spill. So do some with 8, where
         # the compiler makes do with the 128 registers of a fourth program on an SM; with 16 it settles for three.
         block_m = 16 if bits == 8 and head_dim in (80, 96, 112) and device_class == "sm_90" else 8
-    if is_quantised(cache_dtype) and q_dtype == torch.float32:
-        # As float32 operands they fill the registers: as few keys as leave copies wide, with half of the threads where
-        # that leaves 16, few programs, and as many tiles ahead as make up for it, 48 KB in all.
-        num_warps = 2 if block_d <= 64 else 4
-        block_n = max(16, 512 * num_warps // block_d)
-        num_stages = 1 + triton.cdiv(6 * 1024 * num_warps, 2 * block_n * row_bytes)
-        programs_per_sm = min(8 // num_warps, programs_per_sm)
-    elif row_bytes % 16:
+    if row_bytes % 16:
         # Rows that are copied in smaller pieces take more registers, and padded ones more memory: fewer keys, but more
         # tiles ahead.
         block_n = min(64, block_n)
@@ -547,13 +549,16 @@ def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.d
             num_stages = 7
     elif bits == 4 and head_dim == 160 and device_class != "sm_90":
         block_n, num_stages = 32, 5  # likewise: its rows are padded to 128 bytes, and shared memory is smaller here
+    if is_quantised(cache_dtype) and q_dtype == torch.float32:
+        # Operands in two parts take more registers: half as many keys, twice as many tiles ahead.
+        block_n, num_stages = block_n // 2, 2 * num_stages - 1
     return Tile(
         block_m=block_m,
         block_n=block_n,
         block_d=block_d,
-        num_warps=num_warps,
+        num_warps=4,
         num_stages=num_stages,
-        programs_per_sm=programs_per_sm,
+        programs_per_sm=_PROGRAMS_PER_SM[device_class][bits],
     )
 
 
@@ -674,10 +679,10 @@ def gqa_decode_triton(
             PAGE_SIZE=shape.page_size or 1,
             STRIDE_UNIT=unit,
             SAME_STRIDES=k_cache.stride() == v_cache.stride(),
+            IS_QUANTISED=is_quantised(shape.cache_dtype),
             IS_INT4=shape.cache_dtype == "int4",
             K_SCALE_PER_CHANNEL=shape.key_scales == "channel",
             DOT_DTYPE=TRITON_DTYPES[operand],
-            NORMALISE_Q=is_quantised(shape.cache_dtype) and operand == torch.float16,
             USE_PTX=not is_interpreted() and torch.version.hip is None,
             BLOCK_M=tile.block_m,
             BLOCK_N=tile.block_n,
