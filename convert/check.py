@@ -7,17 +7,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from headfold.convert.checkpoint import Checkpoint, scan
-from headfold.convert.errors import CheckpointError, RefusedError, printable
+from headfold.convert.errors import CheckpointError, RefusedError, first_line, printable
 from headfold.convert.families.declared import FAMILIES, MULTI_QUERY_FAMILIES
 from headfold.convert.families.describe import describe
+from headfold.convert.families.layout import AttentionLayer
 from headfold.convert.families.remap import REMAPPED, remap
 from headfold.convert.header import torch_dtype
 
 _NOT_STRUCTURE = ("attn_implementation", "experts_implementation", "fusion_config", "auto_map")
 """Config fields that say how to load or run a model rather than what it is; some could make transformers fetch code."""
+
+_MLP_AXES = {"gate_proj": 0, "up_proj": 0, "fc1": 0, "down_proj": 1, "fc2": 1}
+"""The axis of an MLP's weights that has intermediate_size elements."""
 
 
 @dataclass(frozen=True)
@@ -38,23 +42,28 @@ def check_checkpoint(path: str | Path) -> list[Finding]:
     too, and for a declared family every name and shape with transformers' class. A sound model that cannot be converted
     gets a warning that says why. No tensor data is read, no code of the checkpoint is run.
     """
-    checkpoint, findings = _check_files(path)
-    if checkpoint is None or any(finding.severity == "error" for finding in findings):
-        return findings
-    return findings + _check_against_class(checkpoint)
+    return _check(path, against_class=True)[1]
 
 
-def verify_checkpoint(path: str | Path) -> Checkpoint:
-    """The opened checkpoint, checked as by `check_checkpoint` but for transformers' class, which takes seconds to load.
+def verify_checkpoint(path: str | Path, *, against_class: bool = False) -> Checkpoint:
+    """The opened checkpoint, checked as by `check_checkpoint`; against transformers' class, which takes seconds to
+    load, where that is asked for.
 
     Raises CheckpointError with the first error.
     """
-    checkpoint, findings = _check_files(path)
+    checkpoint, findings = _check(path, against_class=against_class)
     for finding in findings:
         if finding.severity == "error":
             raise CheckpointError(finding.message)
     assert checkpoint is not None
     return checkpoint
+
+
+def _check(path: str | Path, *, against_class: bool) -> tuple[Checkpoint | None, list[Finding]]:
+    checkpoint, findings = _check_files(path)
+    if checkpoint is None or not against_class or any(finding.severity == "error" for finding in findings):
+        return checkpoint, findings
+    return checkpoint, findings + _check_against_class(checkpoint)
 
 
 def _check_files(path: str | Path) -> tuple[Checkpoint | None, list[Finding]]:
@@ -67,7 +76,7 @@ def _check_files(path: str | Path) -> tuple[Checkpoint | None, list[Finding]]:
     target = checkpoint
     try:
         target = remap(checkpoint)
-        describe(target)
+        findings += _check_blocks(target, describe(target))
     except CheckpointError as error:
         findings.append(Finding("error", str(error)))
     except RefusedError as error:
@@ -75,10 +84,37 @@ def _check_files(path: str | Path) -> tuple[Checkpoint | None, list[Finding]]:
     return checkpoint, findings + _check_embeddings(target)
 
 
+def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The part of the config that describes the language model."""
+    nested = checkpoint.config.get("text_config")
+    return nested if isinstance(nested, dict) else checkpoint.config
+
+
+def _check_blocks(checkpoint: Checkpoint, layers: list[AttentionLayer]) -> list[Finding]:
+    """The biases of q, k and v against `attention_bias`, and the MLPs' shapes against `intermediate_size`."""
+    text = _text_config(checkpoint)
+    if text.get("model_type") not in FAMILIES:
+        return []
+    size = text.get("intermediate_size")
+    has_one_size = isinstance(size, int) and "per_layer_config" not in text
+    for layer in layers:
+        for projection in (layer.q, layer.k, layer.v):
+            if text.get("attention_bias") is True and projection.bias is None:
+                bias = f"{projection.weight.removesuffix('weight')}bias"
+                what = f"config.json says attention_bias true, but {bias} is missing: it would be random numbers"
+                return [Finding("error", f"{checkpoint.path}: {what}")]
+        block = layer.q.weight.rsplit(".", 3)[0]
+        for name, axis in _MLP_AXES.items() if has_one_size else ():
+            entry = checkpoint.tensors.get(f"{block}.mlp.{name}.weight")
+            if entry is not None and len(entry.shape) == 2 and entry.shape[axis] != size:
+                what = f"config.json says intermediate_size {size}, but {entry.name} has the shape {list(entry.shape)}"
+                return [Finding("error", f"{checkpoint.path}: {what}")]
+    return []
+
+
 def _check_embeddings(checkpoint: Checkpoint) -> list[Finding]:
     """The input embedding against the vocabulary, and the output head against `tie_word_embeddings`."""
-    nested = checkpoint.config.get("text_config")
-    text = nested if isinstance(nested, dict) else checkpoint.config
+    text = _text_config(checkpoint)
     entries = [entry for name, entry in checkpoint.tensors.items() if name.endswith("embed_tokens.weight")]
     heads = [entry for name, entry in checkpoint.tensors.items() if name.endswith("lm_head.weight")]
     findings = []
@@ -112,8 +148,7 @@ def _check_embeddings(checkpoint: Checkpoint) -> list[Finding]:
 def _check_against_class(checkpoint: Checkpoint) -> list[Finding]:
     """Every name and shape against the model's class: transformers' own loader is given tensors without memory and says
     which it misses, which it has no use for, and which it expects in another shape."""
-    nested = checkpoint.config.get("text_config")
-    text = nested if isinstance(nested, dict) else checkpoint.config
+    text = _text_config(checkpoint)
     if text.get("model_type") not in {*FAMILIES, *MULTI_QUERY_FAMILIES, *REMAPPED}:
         return []
     if any(part.get("quantization_config") is not None for part in (checkpoint.config, text)):
@@ -147,7 +182,7 @@ def _check_against_class(checkpoint: Checkpoint) -> list[Finding]:
                 ignore_mismatched_sizes=True,  # nothing is loaded; otherwise a mismatch would be raised, not listed
             )
     except Exception as error:  # whatever a config or tensors that make no sense make transformers raise
-        reason = ascii((str(error).strip() or type(error).__name__).splitlines()[0][:200])
+        reason = ascii(first_line(error)[:200])
         return [Finding("warning", f"{place} not compared with {name}, which does not take its config.json: {reason}")]
     missing, unread = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     findings = [

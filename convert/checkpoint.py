@@ -26,7 +26,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from headfold.convert.errors import CheckpointError, HeadfoldError, RefusedError
+from headfold.convert.errors import CheckpointError, HeadfoldError, RefusedError, first_line
 from headfold.convert.files import (
     copy_bytes,
     exchange,
@@ -413,6 +413,8 @@ def resolve_model(name_or_directory: str | Path, revision: str | None = None, *,
     reached and its cache does not have the model.
     """
     name = str(name_or_directory)
+    if not name:
+        raise RefusedError("the name of the model is empty")
     path = expanded(name)
     try:
         if path.is_dir():
@@ -447,9 +449,9 @@ def resolve_model(name_or_directory: str | Path, revision: str | None = None, *,
     except RepositoryNotFoundError as error:
         raise RefusedError(f"{name}: neither a directory here nor a model on the hub (or a private one)") from error
     except Exception as error:  # offline mode, name resolution, time-outs: as many classes as libraries below
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise RefusedError(
-            f"{name}: neither a directory here nor in the hub's cache, and the hub cannot be reached ({reason[:200]})"
+            f"{name}: neither a directory here nor in the hub's cache, and the hub cannot be reached "
+            f"({first_line(error)[:300]})"
         ) from error
 
 

@@ -138,8 +138,14 @@ def convert_checkpoint(
         first = error.errors()[0]
         raise RefusedError(": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])) from error
     path = resolve_model(model, revision)
-    attention_config(remap_config(load_config(path))).refuse_count(num_key_value_heads)
-    source = verify_checkpoint(path)
+    try:
+        attention_config(remap_config(load_config(path))).refuse_count(num_key_value_heads)
+    except RefusedError:
+        if any(path.glob("*.safetensors")):
+            verify_checkpoint(path)  # perhaps the count would be right, and the config is wrong
+        raise
+    # transformers' class is loaded for calibration anyway.
+    source = verify_checkpoint(path, against_class=settings.calibration is not None)
     checkpoint = remap(source)
     layers = describe(checkpoint)
     _, left_out = other_files(checkpoint.path, checkpoint.shards())

@@ -20,6 +20,12 @@ class HeadfoldError(ValueError):
         super().__init__(printable(message))
 
 
+def first_line(error: BaseException) -> str:
+    """What the error of another library says, in a line: its first, and the next where that ends with a colon."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
 class RefusedError(HeadfoldError):
     """The request or its input cannot be used; nothing was done and nothing was written."""
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from headfold.convert.checkpoint import contained, read_beside
-from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.errors import HeadfoldError, RefusedError, first_line
 from headfold.convert.files import expanded
 from headfold.convert.header import parse_json_object
 
@@ -108,7 +108,12 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever a missing or damaged tokenizer makes transformers raise
-        raise RefusedError(f"{path}: no tokenizer that can be loaded: {_first_line(error)}") from error
+        if not any(name in entry for entry in os.listdir(path) for name in ("token", "vocab", "spiece")):
+            raise RefusedError(
+                f"{path}: no tokenizer: none of its files (tokenizer.json or tokenizer.model, tokenizer_config.json) "
+                "is there; copy them from where the weights are from"
+            ) from error
+        raise RefusedError(f"{path}: no tokenizer that can be loaded: {first_line(error)}") from error
 
 
 def _refuse_tokenizers_elsewhere(path: Path) -> None:
@@ -143,6 +148,8 @@ def _files(path: Path) -> list[Path]:
         if not path.name.lower().endswith(suffixes):
             raise RefusedError(f"{path}: not a kind of text that can be read; use {SUPPORTED}")
         return [path]
+    if not path.is_dir():
+        raise RefusedError(f"{path}: neither a file nor a directory; use {SUPPORTED}, or a directory of them")
     files = [
         file
         for file in path.rglob("*")
@@ -226,7 +233,7 @@ def _parquet_records(path: Path, text_field: str) -> Iterator[Any]:
             for batch in table.iter_batches(batch_size=256, columns=[text_field]):
                 yield from batch.column(0).to_pylist()
     except pyarrow.ArrowException as error:
-        raise RefusedError(f"{path}: not a readable parquet file ({_first_line(error)})") from error
+        raise RefusedError(f"{path}: not a readable parquet file ({first_line(error)})") from error
 
 
 def _is_saved_dataset(path: Path) -> bool:
@@ -241,7 +248,7 @@ def _saved_dataset(path: Path, split: str) -> Any:
     try:
         dataset = datasets.load_from_disk(str(path))
     except Exception as error:  # whatever a damaged directory makes `datasets` raise, the user sees one line
-        raise RefusedError(f"{path}: not a readable data set ({_first_line(error)})") from error
+        raise RefusedError(f"{path}: not a readable data set ({first_line(error)})") from error
     if isinstance(dataset, dict):
         if split not in dataset:
             raise RefusedError(f"{path}: no split {split!r}; it has {', '.join(map(repr, dataset))}")
@@ -272,9 +279,5 @@ def _hub_identity(name: str, split: str) -> str:
 
 def _unknown_dataset(name: str, error: Exception) -> HeadfoldError:
     return RefusedError(
-        f"{name}: neither a file or directory here, nor a data set that can be loaded ({_first_line(error)})"
+        f"{name}: neither a file or directory here, nor a data set that can be loaded ({first_line(error)})"
     )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

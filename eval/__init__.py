@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .measure import evaluate
-    from .report import write_report
+    from .report import refuse_report_directory, write_report
 
-_MODULE_OF_NAME = {"evaluate": "measure", "write_report": "report"}
+_MODULE_OF_NAME = {"evaluate": "measure", "refuse_report_directory": "report", "write_report": "report"}
 
-__all__ = ["evaluate", "write_report"]
+__all__ = ["evaluate", "refuse_report_directory", "write_report"]
 
 
 def __getattr__(name: str) -> Any:

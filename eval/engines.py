@@ -18,10 +18,10 @@ from typing import Any, Protocol
 import torch
 import transformers
 
-from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.errors import HeadfoldError, RefusedError, first_line
 from headfold.kernels import KernelError
 
-from .loading import Placement, first_line, load_model, text_config
+from .loading import Placement, load_model, text_config
 
 VLLM_MIN_BATCHED_TOKENS = 8192
 VLLM_MAX_BATCHED_TOKENS = 65536

@@ -13,18 +13,19 @@ from typing import Any
 import torch
 import transformers
 
-from headfold.convert.errors import CheckpointError, RefusedError
+from headfold.convert.errors import CheckpointError, RefusedError, first_line
 
 from .settings import EvalSettings
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where and in what form models run. `attention` is transformers' attn_implementation."""
+    """Where and in what form models run. `attention` is transformers' attn_implementation; None: its own choice, which
+    is "sdpa" for classes that have it."""
 
     device: torch.device
     dtype: torch.dtype
-    attention: str
+    attention: str | None
     trust_remote_code: bool = False
 
 
@@ -42,13 +43,13 @@ def placement(settings: EvalSettings) -> Placement:
     )
 
 
-def _attention(engine: str) -> str:
-    if engine == "headfold":
-        from headfold.kernels.attention import ATTN_IMPLEMENTATION, register_attention
+def _attention(engine: str) -> str | None:
+    if engine != "headfold":
+        return None
+    from headfold.kernels.attention import ATTN_IMPLEMENTATION, register_attention
 
-        register_attention()
-        return ATTN_IMPLEMENTATION
-    return "sdpa"
+    register_attention()
+    return ATTN_IMPLEMENTATION
 
 
 def load_model(path: Path, place: Placement) -> transformers.PreTrainedModel:
@@ -103,11 +104,6 @@ def quiet() -> Iterator[None]:
         logger.setLevel(level)
         if bars:
             transformers.utils.logging.enable_progress_bar()
-
-
-def first_line(error: Exception) -> str:
-    """The first line of an error's message, which is what a user sees of it."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def device_name(device: torch.device) -> str:

@@ -67,7 +67,7 @@ def evaluate(
         raise RefusedError("eval: nothing to measure; give text, tasks or decode.")
 
     place = loading.placement(settings)
-    checkpoints = [verify_checkpoint(path) for path in paths]
+    checkpoints = [verify_checkpoint(path, against_class=True) for path in paths]
     records = [read_record(path) for path in paths]
     roles, converted = _roles(paths, records)
     configs = [loading.load_config(path, place) for path in paths]
@@ -96,6 +96,7 @@ def evaluate(
     meters = [DivergenceMeter() for _ in afters] if together else []
     models: list[ModelRecord] = []
     entries_per_token: list[float] = []
+    attentions: list[str] = []
     log_likelihoods = np.zeros((len(paths), len(plan.windows) if plan else 0))
     task_results = []
     for group in [list(range(len(paths)))] if together else [[index] for index in range(len(paths))]:
@@ -103,6 +104,7 @@ def evaluate(
         for index, model in zip(group, loaded, strict=True):
             shape = cache_shape(model, CACHE_TOKENS)
             entries_per_token.append(shape.entries_per_token)
+            attentions.append(str(loading.text_config(model)._attn_implementation))
             models.append(_model_record(roles[index], checkpoints[index], records[index], model, shape))
         if plan is not None:
             stage = "perplexity" if together else f"perplexity, {roles[group[0]]}"
@@ -161,7 +163,7 @@ def evaluate(
         dtype=dtype,
         num_tokens=CACHE_TOKENS,
     )
-    conditions = _conditions(settings, place, plan)
+    conditions = _conditions(settings, place, ", ".join(dict.fromkeys(attentions)), plan)
     return Report(
         created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         verdict=verdict(models, perplexity, recovered, cache, points, tasks, device=_device_in_words(conditions)),
@@ -289,13 +291,15 @@ def _training_curve(path: Path) -> list[TrainingPoint]:
     return [points[tokens] for tokens in sorted(points)]
 
 
-def _conditions(settings: EvalSettings, place: loading.Placement, plan: ScoringPlan | None) -> Conditions:
+def _conditions(
+    settings: EvalSettings, place: loading.Placement, attention: str, plan: ScoringPlan | None
+) -> Conditions:
     return Conditions(
         device=place.device.type,
         device_name=loading.device_name(place.device),
         dtype=str(place.dtype).removeprefix("torch."),
         engine=settings.engine,
-        attention=place.attention,
+        attention=attention,
         num_threads=torch.get_num_threads(),
         window=plan.window if plan else None,
         stride=plan.stride if plan else None,

@@ -8,21 +8,48 @@ from __future__ import annotations
 import os
 import re
 import secrets
+import tempfile
 from pathlib import Path
 
 import jinja2
 import yaml
 from markupsafe import Markup
 
-from headfold.convert.errors import HeadfoldError
+from headfold.convert.errors import HeadfoldError, RefusedError
 
-from .schema import Report
+from .schema import Report, read_report
 from .view import model_index, view
 
 _TEMPLATES = Path(__file__).parent / "templates"
 _MARKDOWN_SPECIAL = str.maketrans(
     {character: f"\\{character}" for character in "\\`*_{}[]<>#|"} | {"\n": " ", "\r": " "}
 )
+
+
+def refuse_report_directory(output: str | Path) -> None:
+    """Raises RefusedError, before hours of measuring, where a report cannot be written or would destroy something.
+
+    An earlier report may be replaced; a checkpoint's directory and a report.json of another kind may not.
+    """
+    directory = Path(output)
+    if (directory / "config.json").exists():
+        raise RefusedError(f"{directory}: holds a checkpoint; choose another directory for the report")
+    if (directory / "report.json").exists():
+        try:
+            read_report(directory / "report.json")
+        except RefusedError as error:
+            raise RefusedError(f"{error} It would be replaced; choose another directory.") from error
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+        for path in missing:
+            path.rmdir()
+    except OSError as error:
+        raise RefusedError(
+            f"{directory}: the report cannot be written there: {error.strerror}; choose another directory"
+        ) from error
 
 
 def write_report(report: Report, output: str | Path) -> list[Path]:

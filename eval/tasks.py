@@ -16,9 +16,8 @@ from typing import Any
 import numpy as np
 import transformers
 
-from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.errors import HeadfoldError, RefusedError, first_line
 
-from .loading import first_line
 from .schema import Interval, TaskMetric
 from .settings import EvalSettings
 from .stats import bootstrap, mcnemar_p_value

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 
 from headfold.convert.checkpoint import Checkpoint, load_config, resolve_model
 from headfold.convert.conversion import changed_shapes, tensor_parallel_sizes
-from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.errors import HeadfoldError, RefusedError, first_line
 from headfold.convert.families import AttentionConfig, AttentionLayer, attention_config, describe
 from headfold.convert.families.remap import remap, remap_config
 from headfold.convert.header import TensorEntry, TensorSpec, dtype_name
@@ -21,6 +21,7 @@ from headfold.recipes.gpus import GPU_MEMORY_GB, find_gpu
 CONTEXTS = (2048, 8192, 32768, 131072)
 BATCHES = (1, 8, 64)
 CALIBRATION_TOKENS = 16384
+_CONTEXT_FIELDS = ("max_position_embeddings", "n_positions")
 HEADROOM = 0.1
 """Share of a GPU's memory that is left to activations, the runtime's own memory and fragmentation."""
 
@@ -120,7 +121,7 @@ def plan(
     windows = _windows(raw_config, config)
     cached = [_CachedLayer(layer.num_key_value_heads, layer.head_dim, windows.get(layer.index)) for layer in layers]
     dtype = _dtype(raw_config, config)
-    max_context = config.text.get("max_position_embeddings")
+    max_context = next((config.text[name] for name in _CONTEXT_FIELDS if config.text.get(name) is not None), None)
     contexts = _contexts(max_context)
     gpu_bytes = GPU_MEMORY_GB[gpu] * 10**9 if gpu else None
 
@@ -254,7 +255,7 @@ def _empty_checkpoint(path: Path, raw_config: dict[str, Any]) -> Checkpoint:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     except Exception as error:  # whatever a config makes the model's class raise
-        raise RefusedError(f"{path}: no model can be built from config.json ({_first_line(error)})") from error
+        raise RefusedError(f"{path}: no model can be built from config.json ({first_line(error)})") from error
     tensors = {}
     for name, parameter in model.named_parameters():
         shape, nbytes = tuple(parameter.shape), parameter.numel() * parameter.element_size()
@@ -271,7 +272,7 @@ def _transformers_config(raw_config: dict[str, Any]) -> Any:
     try:
         return CONFIG_MAPPING[model_type].from_dict(raw_config)
     except Exception as error:  # validation errors of several libraries
-        raise HeadfoldError(f"config.json: transformers does not accept it ({_first_line(error)})") from error
+        raise HeadfoldError(f"config.json: transformers does not accept it ({first_line(error)})") from error
 
 
 def _windows(raw_config: dict[str, Any], config: AttentionConfig) -> dict[int, int]:
@@ -286,10 +287,6 @@ def _windows(raw_config: dict[str, Any], config: AttentionConfig) -> dict[int, i
         return {}
     types = getattr(text, "layer_types", None) or ["sliding_attention"] * config.num_layers
     return {index: window for index, kind in enumerate(types) if kind == "sliding_attention"}
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def render_plan(result: Plan) -> str:

@@ -173,7 +173,7 @@ def evaluate(
 ) -> None:
     """Measure two or more checkpoints side by side and write the report."""
     from headfold.eval import evaluate as measure
-    from headfold.eval import write_report
+    from headfold.eval import refuse_report_directory, write_report
     from headfold.eval.settings import EvalSettings
     from headfold.recipes.schema import validated
 
@@ -182,6 +182,7 @@ def evaluate(
     if not decode:
         given["decode"] = None
     settings = validated(EvalSettings, given)
+    refuse_report_directory(output)
     with ProgressBar("steps") as progress:
         report = measure(before, after, settings, progress=progress)
         write_report(report, output)
@@ -296,7 +297,13 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     signal.signal(signal.SIGTERM, _on_sigterm)
     try:
-        code = app(spread(given), standalone_mode=False)
+        # Not app(...), which ends interrupts and broken pipes in a way of its own.
+        command = typer.main.get_command(app)
+        with command.make_context("headfold", spread(given)) as context:
+            command.invoke(context)
+        code = 0
+    except typer.Exit as done:
+        code = done.exit_code
     except HeadfoldError as error:
         code = _report(error, str(error), error.exit_code, debug)
     except _UsageError as error:

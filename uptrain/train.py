@@ -28,7 +28,7 @@ from torch import nn
 
 from headfold.convert.check import verify_checkpoint
 from headfold.convert.checkpoint import RECORD_FILE, Checkpoint, CheckpointWriter, read_record, refuse_output
-from headfold.convert.errors import HeadfoldError, RefusedError, StoppedError
+from headfold.convert.errors import CheckpointError, HeadfoldError, RefusedError, StoppedError
 from headfold.convert.texts import load_tokenizer
 from headfold.uptrain import processes
 from headfold.uptrain.data import IGNORED, Batch, PackedRows, pack, rows_of_step, slice_of_rank
@@ -105,7 +105,7 @@ def setup(
 
     def prepare() -> list[Path | None]:
         """What one process does for all: check the inputs, lock the state, tokenize."""
-        source = verify_checkpoint(student)
+        source = verify_checkpoint(student, against_class=True)
         read_record(source.path)  # a damaged one should not come to light when everything is done
         refuse_output(source.path, output, force=False)
         _refuse_models(settings, source, verify_checkpoint(teacher) if settings.distillation and teacher else None)
@@ -445,7 +445,12 @@ def _finished(settings: UptrainSettings, student: Path, output: Path) -> dict[st
             f"{output}: is the result of uptraining another student or with other settings; "
             "choose another output, or remove it"
         )
-    Checkpoint.open(output)
+    try:
+        Checkpoint.open(output)
+    except CheckpointError as error:
+        raise RefusedError(
+            f"{output}: damaged ({error}). Remove {output} and run again: it is made anew from the last save"
+        ) from error
     return record
 
 

@@ -165,7 +165,9 @@ def _layer(checkpoint: Checkpoint, config: AttentionConfig, family: Family, pref
         shape = shape_of(weight)
         if shape != (total_rows, columns):
             raise CheckpointError(
-                f"{checkpoint.path}: {weight} should have the shape {[total_rows, columns]}, it has {list(shape)}"
+                f"{checkpoint.path}: {weight} should have the shape {[total_rows, columns]}, it has {list(shape)}: "
+                f"config.json says {num_heads} query heads of head_dim {head_dim} and hidden_size "
+                f"{hidden_size}; correct the one that is wrong"
             )
         if bias in checkpoint.tensors and shape_of(bias) != (total_rows,):
             raise CheckpointError(

@@ -1,11 +1,13 @@
 """What `check_checkpoint` finds, and that transformers itself agrees with what it passes."""
 
 import json
+import re
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from headfold.convert import convert_checkpoint
 from headfold.convert.check import Finding, check_checkpoint, verify_checkpoint
 from headfold.convert.errors import CheckpointError
 
@@ -105,6 +107,38 @@ def edit(path, tensors=(), config=()):
 
 
 @pytest.mark.parametrize(
+    ("tensors", "config", "message"),
+    [
+        (
+            {},
+            {"intermediate_size": 96},
+            "says intermediate_size 96, but model.layers.0.mlp.gate_proj.weight has the shape",
+        ),
+        ({}, {"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias is missing: it would be random numbers"),
+        ({}, {"num_attention_heads": 12}, "config.json says 12 query heads of head_dim 12 and hidden_size 48"),
+        (
+            {"model.layers.1.mlp.up_proj.weight": torch.ones(47, 48)},
+            {},
+            "says intermediate_size 48, but model.layers.1.mlp.up_proj.weight has the shape [47, 48]",
+        ),
+    ],
+)
+def test_a20_what_the_names_and_shapes_contradict_is_not_converted(llama, tmp_path, tensors, config, message):
+    """Without transformers' class, which takes longer to load than most models to convert."""
+    edit(llama, tensors, config)
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2, method="mean")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a20_calibration_compares_with_the_class(llama, tmp_path):
+    edit(llama, {"model.norm.weight": None})
+    (tmp_path / "text.txt").write_text("some text")
+    with pytest.raises(CheckpointError, match=r"norm\.weight is missing"):
+        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=2, calibration=str(tmp_path / "text.txt"))
+
+
+@pytest.mark.parametrize(
     ("tensors", "config", "severity", "message"),
     [
         (
@@ -116,10 +150,10 @@ def edit(path, tensors=(), config=()):
         ({f"model.layers.{i}.mlp.up_proj.weight": None for i in (0, 1)}, {}, "error", "is missing (2 such tensors)"),
         ({"model.extra.weight": torch.ones(2)}, {}, "warning", "model.extra.weight is not read by LlamaForCausalLM"),
         (
-            {"model.layers.1.mlp.down_proj.weight": torch.ones(48, 47)},
+            {"model.layers.1.mlp.down_proj.weight": torch.ones(47, 48)},
             {},
             "error",
-            "model.layers.1.mlp.down_proj.weight has the shape [48, 47], but in LlamaForCausalLM it is [48, 48]",
+            "model.layers.1.mlp.down_proj.weight has the shape [47, 48], but in LlamaForCausalLM it is [48, 48]",
         ),
         ({}, {"mlp_bias": True}, "error", "mlp.down_proj.bias is missing (6 such tensors)"),
         ({}, {"hidden_act": "no such thing"}, "warning", "not compared with LlamaForCausalLM"),

@@ -109,10 +109,11 @@ def test_an_initializer_range_that_is_none_is_refused_where_it_is_used(llama, tm
         convert_checkpoint(llama, tmp_path / "random", num_key_value_heads=2, method="random")
 
 
-def test_a2_mha_weights_under_a_config_that_says_one_head(llama, tmp_path):
+@pytest.mark.parametrize("count", [1, 3])
+def test_a2_mha_weights_under_a_config_that_says_one_head(llama, tmp_path, count):
     change_config(llama, num_key_value_heads=1)
     with pytest.raises(CheckpointError) as caught:
-        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=1)
+        convert_checkpoint(llama, tmp_path / "out", num_key_value_heads=count)
     message = str(caught.value)
     assert "\n" not in message
     for part in (

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from headfold.convert.errors import HeadfoldError, RefusedError
-from headfold.eval import evaluate, write_report
+from headfold.eval import evaluate, refuse_report_directory, write_report
 from headfold.eval.measure import _name
 from headfold.eval.schema import Report, read_report
 from headfold.eval.settings import EvalSettings
@@ -210,6 +211,36 @@ def test_engines(stages: list[Path], engine: str) -> None:
     report = evaluate(stages[0], stages[1:], settings)
     assert report.conditions.attention == {"headfold": "headfold", "transformers": "sdpa"}[engine]
     assert [point.before.cache_bytes for point in report.decode] == [7680, 15360, 13824, 27648]
+
+
+def test_a_class_without_sdpa_is_measured_as_transformers_loads_it(save: Save, text: Path) -> None:
+    config = transformers.Gemma2Config(
+        vocab_size=320, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, sliding_window=16,
+    )  # fmt: skip
+    path = save("gemma2", transformers.Gemma2ForCausalLM(config))
+    report = evaluate(path, [path], EvalSettings(text=[str(text)], decode=None))
+    assert report.conditions.attention == "eager"
+    assert report.perplexity is not None and report.perplexity.after == report.perplexity.before
+
+
+def test_a_report_is_not_measured_for_a_place_that_cannot_take_it(stages: list[Path], tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "foreign").mkdir()
+    (tmp_path / "foreign" / "report.json").write_text('{"mine": 1}')
+    for place, message in (
+        ("file", "cannot be written there: File exists"),
+        ("file/below", "cannot be written there: Not a directory"),
+        ("foreign", "It would be replaced"),
+        (stages[0], "holds a checkpoint"),
+    ):
+        with pytest.raises(RefusedError, match=message):
+            refuse_report_directory(tmp_path / place)
+    refuse_report_directory(tmp_path / "new" / "directory")
+    assert not (tmp_path / "new").exists()
+    report = evaluate(stages[0], stages[1:], EvalSettings.model_validate({"decode": QUICK_DECODE}))
+    write_report(report, tmp_path / "eval")
+    refuse_report_directory(tmp_path / "eval")
 
 
 def test_names_of_models(tmp_path: Path) -> None:

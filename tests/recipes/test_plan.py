@@ -73,6 +73,12 @@ def test_e8_head_dim_is_the_configs_not_hidden_size_over_heads(tmp_path):
     assert plan(write_config(tmp_path / "gemma", gemma)).options[0].cache_bytes_per_token == 2 * 2 * 4 * 256 * 2
 
 
+def test_contexts_end_where_the_positions_do(tmp_path):
+    config = {"model_type": "gpt2", "n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 128, "vocab_size": 99}
+    result = plan(write_config(tmp_path, config))
+    assert result.max_context == 128 and {size.context for size in result.options[0].cache} == {128}
+
+
 @pytest.mark.parametrize("family", ["gemma2", "mistral", "qwen3"])
 def test_the_cache_is_the_one_that_transformers_fills(tmp_path, family):
     from transformers import AutoConfig, AutoModelForCausalLM

@@ -48,11 +48,17 @@ def test_options_of_several_values_take_them_both_ways(given: Sequence[str], exp
     assert spread(given) == expected
 
 
-def raise_it(error: BaseException) -> Callable[..., None]:
-    def raising(*_arguments: object, **_options: object) -> None:
-        raise error
+@pytest.fixture
+def failing_check(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Makes `headfold check` of an existing directory end with an error."""
 
-    return raising
+    def fail(error: BaseException) -> None:
+        def raising(*_arguments: object) -> None:
+            raise error
+
+        monkeypatch.setattr("headfold.convert.check.check_checkpoint", raising)
+
+    return fail
 
 
 @pytest.mark.parametrize(
@@ -71,22 +77,25 @@ def test_each_end_has_its_code_and_its_line(
     error: BaseException,
     code: int,
     line: str,
-    monkeypatch: pytest.MonkeyPatch,
+    failing_check: Callable[[BaseException], None],
+    tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(command, "app", raise_it(error))
+    failing_check(error)
     with pytest.raises(SystemExit) as caught:
-        command.main(["check", "somewhere"])
+        command.main(["check", str(tmp_path)])
     output = capsys.readouterr()
     assert caught.value.code == code
     assert output.err.startswith(line) and output.err.count("\n") == 1
     assert output.out == ""
 
 
-def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(command, "app", raise_it(RefusedError("no such thing")))
+def test_debug_shows_the_traceback(
+    failing_check: Callable[[BaseException], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    failing_check(RefusedError("no such thing"))
     with pytest.raises(SystemExit):
-        command.main(["check", "somewhere", "--debug"])
+        command.main(["check", str(tmp_path), "--debug"])
     assert "Traceback" in capsys.readouterr().err
 
 
@@ -101,6 +110,7 @@ def test_debug_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         ["run", "quickstart", "--set", "uptrain.lerning_rate=1"],
         ["check", "no-such-directory"],
         ["plan", "no-such-directory"],
+        ["convert", "", "out", "--kv-heads", "2"],
         ["eval", "--before", "a", "--after", "b", "--output", "c"],
     ],
 )
@@ -111,6 +121,29 @@ def test_a_wrong_request_is_refused_in_a_line_or_two(arguments: list[str], tmp_p
     assert result.stdout == ""
     assert "Traceback" not in result.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_leaves_is_no_error_of_ours(tmp_path: Path) -> None:
+    """As in `headfold check DIR | true`."""
+    running = subprocess.Popen(
+        [sys.executable, "-m", "headfold.scripts", "check", tmp_path],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+    )
+    assert running.stdout is not None and running.stderr is not None
+    running.stdout.close()
+    assert running.stderr.read() == b""
+    assert running.wait() == 128 + 13
+
+
+def test_an_interrupt_in_the_middle_is_said(tmp_path: Path) -> None:
+    script = "import os, signal, headfold.convert.check as c; c.check_checkpoint = lambda _: os.kill(os.getpid(), 2); "
+    script += f"from headfold.scripts.main import main; main(['check', {str(tmp_path)!r}])"
+    result = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, env={**os.environ, "PYTHONSAFEPATH": "1"}
+    )
+    assert (result.returncode, result.stderr) == (130, "headfold: interrupted\n")
 
 
 def test_help_names_every_command() -> None:

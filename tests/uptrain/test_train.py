@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -240,6 +241,10 @@ def test_a_finished_run_returns_at_once(
     assert uptrain(make_settings(micro_batch_rows=1, save_interval=0.5), student, tmp_path / "out") == summary
     with pytest.raises(RefusedError, match="other settings"):
         uptrain(make_settings(seed=1), student, tmp_path / "out")
+    with (tmp_path / "out" / "model.safetensors").open("r+b") as file:
+        file.truncate(1000)
+    with pytest.raises(RefusedError, match=f"damaged .*Remove {re.escape(str(tmp_path / 'out'))} and run again"):
+        uptrain(make_settings(), student, tmp_path / "out")
 
 
 def test_an_output_that_is_something_else_is_refused(tmp_path: Path, student: Path, make_settings: Make):
