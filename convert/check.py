@@ -91,17 +91,17 @@ def _text_config(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _check_blocks(checkpoint: Checkpoint, layers: list[AttentionLayer]) -> list[Finding]:
-    """The biases of q, k and v against `attention_bias`, and the MLPs' shapes against `intermediate_size`."""
+    """Biases that k or v lacks and q has, and the shapes of MLPs of the usual names against `intermediate_size`."""
     text = _text_config(checkpoint)
     if text.get("model_type") not in FAMILIES:
         return []
     size = text.get("intermediate_size")
-    has_one_size = isinstance(size, int) and "per_layer_config" not in text
+    has_one_size = type(size) is int and "per_layer_config" not in text
     for layer in layers:
-        for projection in (layer.q, layer.k, layer.v):
-            if text.get("attention_bias") is True and projection.bias is None:
-                bias = f"{projection.weight.removesuffix('weight')}bias"
-                what = f"config.json says attention_bias true, but {bias} is missing: it would be random numbers"
+        for projection in (layer.k, layer.v):
+            if (projection.bias is None) != (layer.q.bias is None):
+                with_bias, without = (layer.q, projection) if layer.q.bias else (projection, layer.q)
+                what = f"{without.weight} has no bias, {with_bias.weight} has one: random numbers would fill it"
                 return [Finding("error", f"{checkpoint.path}: {what}")]
         block = layer.q.weight.rsplit(".", 3)[0]
         for name, axis in _MLP_AXES.items() if has_one_size else ():

@@ -108,7 +108,7 @@ def load_tokenizer(path: Path, *, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code, local_files_only=True)
     except Exception as error:  # whatever a missing or damaged tokenizer makes transformers raise
-        if not any(name in entry for entry in os.listdir(path) for name in ("token", "vocab", "spiece")):
+        if not any(name in entry for entry in os.listdir(path) for name in ("token", "vocab", "piece", "tekken")):
             raise RefusedError(
                 f"{path}: no tokenizer: none of its files (tokenizer.json or tokenizer.model, tokenizer_config.json) "
                 "is there; copy them from where the weights are from"

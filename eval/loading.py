@@ -36,7 +36,7 @@ def placement(settings: EvalSettings) -> Placement:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise RefusedError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        raise RefusedError(f"device {name!r} cannot be used here: {first_line(error)}") from error
     default = "float32" if device.type == "cpu" else "bfloat16"
     return Placement(
         device, getattr(torch, settings.dtype or default), _attention(settings.engine), settings.trust_remote_code

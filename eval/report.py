@@ -20,6 +20,7 @@ from headfold.convert.errors import HeadfoldError, RefusedError
 from .schema import Report, read_report
 from .view import model_index, view
 
+_FILES = ("report.json", "report.html", "report.md", "model_card.md")
 _TEMPLATES = Path(__file__).parent / "templates"
 _MARKDOWN_SPECIAL = str.maketrans(
     {character: f"\\{character}" for character in "\\`*_{}[]<>#|"} | {"\n": " ", "\r": " "}
@@ -29,27 +30,36 @@ _MARKDOWN_SPECIAL = str.maketrans(
 def refuse_report_directory(output: str | Path) -> None:
     """Raises RefusedError, before hours of measuring, where a report cannot be written or would destroy something.
 
-    An earlier report may be replaced; a checkpoint's directory and a report.json of another kind may not.
+    An earlier report may be replaced; other files of the same names may not, and a checkpoint gets none.
     """
-    directory = Path(output)
-    if (directory / "config.json").exists():
-        raise RefusedError(f"{directory}: holds a checkpoint; choose another directory for the report")
-    if (directory / "report.json").exists():
-        try:
-            read_report(directory / "report.json")
-        except RefusedError as error:
-            raise RefusedError(f"{error} It would be replaced; choose another directory.") from error
-    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory = place = Path(output)
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
+        if (directory / "config.json").exists():
+            raise RefusedError(f"{directory}: holds a checkpoint; choose another directory for the report")
+        if there := [name for name in _FILES if (directory / name).exists()]:
+            try:
+                read_report(directory / "report.json")
+            except RefusedError as error:
+                raise RefusedError(
+                    f"{directory}: its {there[0]} would be replaced; choose another directory ({error})"
+                ) from error
+        while not _exists(place):
+            place = place.parent
+        with tempfile.TemporaryFile(dir=place):
             pass
-        for path in missing:
-            path.rmdir()
     except OSError as error:
         raise RefusedError(
             f"{directory}: the report cannot be written there: {error.strerror}; choose another directory"
         ) from error
+
+
+def _exists(path: Path) -> bool:
+    """Unlike Path.exists, also a link that leads nowhere; raises OSError for names that cannot be."""
+    try:
+        path.lstat()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def write_report(report: Report, output: str | Path) -> list[Path]:

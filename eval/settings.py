@@ -105,8 +105,8 @@ class EvalSettings(BaseModel):
     )
     engine: Engine = Field(
         default="transformers",
-        description="Attention used in all measurements: headfold (our kernels), transformers (its sdpa path), or "
-        "vllm (decode speed only, where vLLM is installed). Default: transformers.",
+        description="Attention used in all measurements: headfold (our kernels), transformers (its own choice, sdpa "
+        "where a class has it), or vllm (decode speed only, where vLLM is installed). Default: transformers.",
     )
     device: str | None = Field(
         default=None, description="A torch device, such as cpu or cuda:0. Default: a GPU where there is one."

@@ -313,16 +313,24 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     except _Terminated as error:
         code = _report(error, "terminated", 128 + signal.SIGTERM, debug)
     except BrokenPipeError:
-        # The reader of our output left, as in `headfold plan ... | head`.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 128 + 13  # SIGPIPE, which Windows does not name
+        code = _without_reader()
     except OSError as error:
         code = _report(error, _os_error_line(error), HeadfoldError.exit_code, debug)
     except Exception as error:
         text = " ".join(str(error).split())
         line = f"unexpected {type(error).__name__}: {text[:300]} (run again with --debug for the traceback)"
         code = _report(error, line, HeadfoldError.exit_code, debug)
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        code = _without_reader()
     sys.exit(code)
+
+
+def _without_reader() -> int:
+    """The exit code where the reader of our output left, as in `headfold plan ... | head`; the rest goes nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 128 + 13  # SIGPIPE, which Windows does not name
 
 
 def _os_error_line(error: OSError) -> str:

@@ -18,7 +18,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from headfold.convert.checkpoint import Checkpoint
-from headfold.convert.errors import CheckpointError, RefusedError
+from headfold.convert.errors import CheckpointError, RefusedError, first_line
 
 
 class CausalModel(nn.Module):
@@ -82,8 +82,7 @@ def load_model(
         with init_empty_weights(include_buffers=False):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=attention)
     except (OSError, ValueError, KeyError, ImportError, AttributeError, TypeError) as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise RefusedError(f"{checkpoint.path}: transformers cannot build this model: {reason}") from error
+        raise RefusedError(f"{checkpoint.path}: transformers cannot build this model: {first_line(error)}") from error
     model.tie_weights()
     names = _names_of_parameters(model)
     _compare_names(model, checkpoint, names)

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from headfold.convert.checkpoint import io_errors, lock_directory, sync_directory
-from headfold.convert.errors import HeadfoldError, RefusedError
+from headfold.convert.errors import HeadfoldError, RefusedError, first_line
 
 _MARK = "complete.json"
 _SAVE = re.compile(r"step-\d{8,}")
@@ -186,4 +186,4 @@ def _cause(error: BaseException) -> str:
     """The first line of what went wrong; of the first process's failure if several have one."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    return first_line(error)

@@ -114,7 +114,14 @@ def edit(path, tensors=(), config=()):
             {"intermediate_size": 96},
             "says intermediate_size 96, but model.layers.0.mlp.gate_proj.weight has the shape",
         ),
-        ({}, {"attention_bias": True}, "model.layers.0.self_attn.q_proj.bias is missing: it would be random numbers"),
+        (
+            {
+                "model.layers.1.self_attn.q_proj.bias": torch.ones(72),
+                "model.layers.1.self_attn.v_proj.bias": torch.ones(72),
+            },
+            {"attention_bias": True},
+            "model.layers.1.self_attn.k_proj.weight has no bias, model.layers.1.self_attn.q_proj.weight has one",
+        ),
         ({}, {"num_attention_heads": 12}, "config.json says 12 query heads of head_dim 12 and hidden_size 48"),
         (
             {"model.layers.1.mlp.up_proj.weight": torch.ones(47, 48)},

@@ -227,16 +227,20 @@ def test_a_class_without_sdpa_is_measured_as_transformers_loads_it(save: Save, t
 def test_a_report_is_not_measured_for_a_place_that_cannot_take_it(stages: list[Path], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "foreign").mkdir()
+    (tmp_path / "cards").mkdir()
+    (tmp_path / "cards" / "model_card.md").write_text("")
     (tmp_path / "foreign" / "report.json").write_text('{"mine": 1}')
     for place, message in (
-        ("file", "cannot be written there: File exists"),
+        ("file", "cannot be written there: Not a directory"),
         ("file/below", "cannot be written there: Not a directory"),
-        ("foreign", "It would be replaced"),
+        ("n" * 300, "cannot be written there: File name too long"),
+        ("foreign", "its report.json would be replaced"),
+        ("cards", "its model_card.md would be replaced"),
         (stages[0], "holds a checkpoint"),
     ):
         with pytest.raises(RefusedError, match=message):
             refuse_report_directory(tmp_path / place)
-    refuse_report_directory(tmp_path / "new" / "directory")
+    refuse_report_directory(tmp_path / "new" / ".." / "directory")
     assert not (tmp_path / "new").exists()
     report = evaluate(stages[0], stages[1:], EvalSettings.model_validate({"decode": QUICK_DECODE}))
     write_report(report, tmp_path / "eval")

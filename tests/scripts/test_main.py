@@ -123,13 +123,14 @@ def test_a_wrong_request_is_refused_in_a_line_or_two(arguments: list[str], tmp_p
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_reader_that_leaves_is_no_error_of_ours(tmp_path: Path) -> None:
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_reader_that_leaves_is_no_error_of_ours(tmp_path: Path, unbuffered: str) -> None:
     """As in `headfold check DIR | true`."""
     running = subprocess.Popen(
         [sys.executable, "-m", "headfold.scripts", "check", tmp_path],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": "1"},
+        env={**os.environ, "PYTHONSAFEPATH": "1", "PYTHONUNBUFFERED": unbuffered},
     )
     assert running.stdout is not None and running.stderr is not None
     running.stdout.close()
