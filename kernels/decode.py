@@ -29,6 +29,8 @@ MERGE_OVERHEAD = tl.constexpr(0.2)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _LN_2 = tl.constexpr(0.6931471805599453)
 _INF = tl.constexpr(float("inf"))
+# float16 ends at 2^16: operands that are known to be at most 1 are multiplied by 2^14, and lose 14 bits less below it.
+_FP16_SHIFT = tl.constexpr(14)
 
 
 @triton.jit
@@ -161,9 +163,9 @@ def _unpack(x, DOT_DTYPE: tl.constexpr, USE_PTX: tl.constexpr, IS_PURE: tl.const
 
 @triton.jit
 def _dot(x, y, acc, SPLIT: tl.constexpr):
-    """acc + x @ y, in y's dtype. With SPLIT that is float16 and x, float32 and at most 1, is a sum of two of them.
+    """acc + x @ y, in y's dtype. With SPLIT that is float16 and x, of float32, is taken as a sum of two of them.
 
-    What the second leaves of x is below 2^-24: float32's precision, on matrix instructions of float16.
+    What the second leaves of x is below 2^-25, or 2^-22 of x itself, on matrix instructions of float16.
     """
     high = x.to(y.dtype)
     acc = tl.dot(high, y, acc, input_precision="ieee")
@@ -341,7 +343,7 @@ def _attend(
         if IS_INT4:
             q_high = q_high.to(tl.float32)
             largest = tl.maximum(largest, tl.max(tl.abs(q_high), 1))
-        power = tl.where(largest > 0, tl.exp2(tl.ceil(tl.log2(largest))), 1.0)
+        power = tl.where(largest > 0, tl.exp2(tl.ceil(tl.log2(largest)) - _FP16_SHIFT), 1.0)
         q /= power[:, None]
         if IS_INT4:
             q_high /= power[:, None]
@@ -361,7 +363,10 @@ def _attend(
         block_table_ptr += b.to(tl.int64) * table_stride
         page = _page_of(block_table_ptr, first_tile, start, end, PAGE_SIZE, BLOCK_N)
 
-    max_2 = tl.full([BLOCK_M], -_INF, tl.float32)  # running maximum of the logits, base 2
+    # What probabilities are relative to: the running maximum of the logits, base 2, less what makes them as large as
+    # float16 can hold. Small ones count: an attention sink may leave thousands of keys a share that they have together.
+    SHIFT: tl.constexpr = _FP16_SHIFT if DOT_DTYPE == tl.float16 else 0  # noqa: SIM300
+    max_2 = tl.full([BLOCK_M], -_INF, tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     unit = tl.zeros([BLOCK_M], tl.float32)  # with a scale of V: what acc is a multiple of
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -405,7 +410,7 @@ def _attend(
             logits = _tanh(logits) * (softcap * _LOG2_E)
         logits = tl.where(mask_n[None, :], logits, -_INF)
 
-        new_max = tl.maximum(max_2, tl.max(logits, 1))
+        new_max = tl.maximum(max_2, tl.max(logits, 1) - SHIFT)
         # With nothing but -inf so far, -inf - -inf would be NaN.
         subtracted = tl.where(new_max == -_INF, 0.0, new_max)
         p = tl.exp2(logits - subtracted[:, None])
@@ -420,7 +425,7 @@ def _attend(
             unit *= rescale
             new_unit = tl.maximum(unit, tl.max(p, 1))
             inverse = tl.where(new_unit > 0, 1 / new_unit, 0.0)
-            p *= inverse[:, None]
+            p *= (inverse * 2.0**SHIFT)[:, None]
             rescale = unit * inverse
             unit = new_unit
         acc *= rescale[:, None]
@@ -433,6 +438,7 @@ def _attend(
             acc = _dot(p, _widen(v, DOT_DTYPE, USE_PTX, False), acc, SPLIT)
 
     if v_scale_ptr is not None:
+        unit *= 2.0**-SHIFT
         acc *= unit[:, None]
         if IS_INT4:
             acc_high *= unit[:, None]
@@ -537,10 +543,10 @@ def tile_for(device_class: str, head_dim: int, group_size: int, q_dtype: torch.d
     block_d = max(16, triton.next_power_of_2(stored_head_dim(cache_dtype, head_dim)))
     block_n = min(128, (4096 if bits == 32 else 8192) // block_d)
     num_stages = 3
-    if is_quantised(cache_dtype) and block_m in (2, 4):
-        # 8 rows take as many instructions, and a few registers less: with 4 some builds spill. So do some with 8, where
-        # the compiler makes do with the 128 registers of a fourth program on an SM; with 16 it settles for three.
-        block_m = 16 if bits == 8 and head_dim in (80, 96, 112) and device_class == "sm_90" else 8
+    if is_quantised(cache_dtype) and block_m in (2, 4, 8):
+        # 8 rows take as many instructions as 4, and a few registers less: with 4 some builds spill. So do some with 8,
+        # where the compiler makes do with the 128 registers of a fourth program on an SM; with 16 it settles for three.
+        block_m = 16 if bits == 8 and head_dim in (80, 96, 112, 256) and device_class == "sm_90" else 8
     if row_bytes % 16:
         # Rows that are copied in smaller pieces take more registers, and padded ones more memory: fewer keys, but more
         # tiles ahead.

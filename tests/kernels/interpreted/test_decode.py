@@ -9,6 +9,8 @@ import torch
 
 from headfold.kernels import KernelError, decode, gqa_decode, gqa_decode_reference
 from headfold.kernels.decode import gqa_decode_triton
+from headfold.kernels.quantise import quantise, token_scale
+from headfold.kernels.reference import decode_in_dtype
 
 CACHE_DTYPES = ["float8_e4m3fn", "float8_e5m2", "int8", "int4"]
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -37,6 +39,26 @@ def test_quantised(case, dtype, cache_dtype, key_scales):
 @pytest.mark.parametrize("cache_dtype", CACHE_DTYPES)
 def test_quantised_with_float32_queries(case, cache_dtype):
     case([40, 5], dtype=torch.float32, cache_dtype=cache_dtype).check()
+
+
+@pytest.mark.parametrize("num_splits", [1, 3])
+@pytest.mark.parametrize("cache_dtype", [None, "int8", "float8_e5m2"])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.float16, 1e-3), (torch.bfloat16, 4e-3)])
+def test_what_an_attention_sink_leaves_is_not_lost(dtype, bound, cache_dtype, num_splits):
+    """A key without value takes all attention but for 1e-4, which thousands share: each has less than float16 knows."""
+    q, k, v = torch.zeros(1, 1, 64), torch.zeros(1, 4096, 1, 64), torch.ones(1, 4096, 1, 64)
+    q[..., 0], k[0, 5, 0, 0], v[0, 5] = 1, 17.4 * 8, 0
+    scales = {}
+    if cache_dtype is not None:
+        scales = {f"{name}_scale": token_scale(x, cache_dtype) for name, x in (("k", k), ("v", v))}
+        k, v = (quantise(x, scale[..., None], cache_dtype) for x, scale in zip((k, v), scales.values(), strict=True))
+    else:
+        k, v = k.to(dtype), v.to(dtype)
+    lengths = torch.tensor([4096], dtype=torch.int32)
+    found = gqa_decode(q.to(dtype), k, v, lengths, num_splits=num_splits, **scales)
+    exact, _ = decode_in_dtype(torch.float64, q.to(dtype), k, v, lengths, **scales)
+    assert exact.min() > 1e-4
+    assert ((found.double() - exact) / exact).abs().max() < bound
 
 
 @pytest.mark.parametrize("key_scales", ["token", "channel"])

@@ -41,6 +41,7 @@ def _check(case, call):
     lengths, options = call
     # Of a few thousand products of standard normal rows, none is larger.
     largest_logit = 5 * (options["softmax_scale"] or 0) * options["head_dim"] ** 0.5
+    largest_logit = min(largest_logit, options["softcap"] or largest_logit)
     case(lengths, **options).check(largest_logit=largest_logit)
 
 
