@@ -105,7 +105,7 @@ def setup(
 
     def prepare() -> list[Path | None]:
         """What one process does for all: check the inputs, lock the state, tokenize."""
-        source = verify_checkpoint(student, against_class=True)
+        source = verify_checkpoint(student)
         read_record(source.path)  # a damaged one should not come to light when everything is done
         refuse_output(source.path, output, force=False)
         _refuse_models(settings, source, verify_checkpoint(teacher) if settings.distillation and teacher else None)
